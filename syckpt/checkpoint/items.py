@@ -1,0 +1,141 @@
+"""Registered items: what a script holds, how it is captured, and how a commit's state goes back into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from syckpt.checkpoint.loader import Source
+from syckpt.dataloader import StatefulRandomSampler
+from syckpt.errors import StateError
+from syckpt.objects import ids
+from syckpt.objects.nodes import Node
+from syckpt.state import optimizer as by_parameter
+
+__all__ = ["Items"]
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object speaks `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_named(node: Node) -> bool:
+    """Whether a saved optimizer's state is keyed by parameter name: then its groups list texts."""
+    try:
+        (pairs,) = (pairs for key, pairs in node["dict"] if key == "param_groups")
+        (params,) = (value for key, value in pairs["list"][0]["dict"] if key == "params")
+        return all(isinstance(name, str) for name in params["list"])
+    except (KeyError, ValueError, TypeError, IndexError):
+        return False
+
+
+class Items:
+    """The registered objects and values, by name."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._items
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """Names in order of registration."""
+        return list(self._items)
+
+    def put(self, name: str, value: Any) -> None:
+        """Register or re-assign. Raises: StateError for a name that cannot be an item's."""
+        self._items[ids.check_item_name(name)] = value
+
+    def remove(self, name: str) -> None:
+        """Forget an item. Raises: StateError."""
+        if name not in self._items:
+            raise StateError(f"no item {name!r} is registered; registered: {', '.join(self._items) or 'none'}")
+        del self._items[name]
+
+    @property
+    def sampler(self) -> StatefulRandomSampler | None:
+        """The registered sampler, whose position follows the steps; the first one, if there are several."""
+        return next((item for item in self._items.values() if isinstance(item, StatefulRandomSampler)), None)
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return {name: item for name, item in self._items.items() if isinstance(item, torch.nn.Module)}
+
+    def capture(self) -> dict[str, Any]:
+        """Return every item's state; tensors are the live ones. An exception of an item's `state_dict` is the caller's."""
+        return {name: self._state(item) for name, item in self._items.items()}
+
+    def _state(self, item: Any) -> Any:
+        if not is_stateful(item):
+            return item
+        state = item.state_dict()
+        if isinstance(item, torch.optim.Optimizer):
+            names = by_parameter.names_of(item, self._modules())
+            if names is not None:
+                return by_parameter.by_name(state, item, names)
+        return state
+
+    def needs_modules(self, name: str, node: Node) -> bool:
+        """Whether an optimizer must wait until the modules of its parameters are registered: its state was saved by their names."""
+        item = self._items[name]
+        return isinstance(item, torch.optim.Optimizer) and _is_named(node) and by_parameter.names_of(item, self._modules()) is None
+
+    def restore(self, name: str, source: Source) -> None:
+        """Bring an item to its state in a commit: tensors in place, the rest through `load_state_dict`; a plain value is replaced.
+
+        Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError.
+        """
+        item = self._items[name]
+        if isinstance(item, torch.optim.Optimizer):
+            self._restore_optimizer(name, item, source)
+        elif is_stateful(item):
+            state = source.read({name: item.state_dict()})[name]
+            item.load_state_dict(state)
+        elif isinstance(item, torch.Generator):
+            item.set_state(source.read({name: None})[name].get_state())
+        elif isinstance(item, np.random.Generator):
+            item.bit_generator.state = source.read({name: None})[name].bit_generator.state
+        elif isinstance(item, np.random.RandomState):
+            item.set_state(source.read({name: None})[name].get_state(legacy=False))
+        elif isinstance(item, torch.Tensor | np.ndarray):
+            self._items[name] = source.read({name: item})[name]
+        else:
+            self._items[name] = source.read({name: None})[name]
+
+    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source) -> None:
+        # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet.
+        saved = source.read({name: None})[name]
+        if not _is_named(source.node(name)):
+            by_parameter.load_exact(item, saved)
+            return
+        names = by_parameter.names_of(item, self._modules())
+        if names is None:
+            raise StateError(
+                f"item {name!r}: its state was saved by parameter name, but the module that holds its parameters is not registered:"
+                f" register the model too (registered: {', '.join(self._items)})"
+            )
+        by_parameter.load_exact(item, by_parameter.by_index(saved, item, names))
+
+    def template(self, name: str, live: Any) -> Any:
+        """Return the form in which a live optimizer state dict of the caller's is stored: by parameter name, where that is known."""
+        item = self._items.get(name)
+        if isinstance(item, torch.optim.Optimizer) and isinstance(live, Mapping) and "param_groups" in live:
+            names = by_parameter.names_of(item, self._modules())
+            if names is not None:
+                return by_parameter.by_name(dict(live), item, names)
+        return live
+
+    def untemplate(self, name: str, loaded: Any) -> Any:
+        """Invert `template` for what was loaded."""
+        item = self._items.get(name)
+        if isinstance(item, torch.optim.Optimizer) and isinstance(loaded, Mapping) and "param_groups" in loaded:
+            names = by_parameter.names_of(item, self._modules())
+            if names is not None:
+                return by_parameter.by_index(dict(loaded), item, names)
+        return loaded

@@ -1,0 +1,92 @@
+"""What became of the saves: the newest announced and published ids, and failures that the script has not heard of yet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from syckpt.checkpoint.saver import PendingCommit
+from syckpt.errors import SyckptError
+from syckpt.objects.commit import Commit
+
+__all__ = ["Ledger"]
+
+_log = logging.getLogger("syckpt")
+
+
+class Ledger:
+    """Accounts of one manager's saves. Apart from the manager, so that a saver at work does not keep the manager alive."""
+
+    def __init__(
+        self, *, on_error: Literal["raise", "warn"], on_stats: Callable[[dict[str, Any]], None] | None, resumed: Commit | None
+    ) -> None:
+        self.resumed = resumed
+        self.failures = 0
+        """How many saves have failed so far."""
+        self._on_error = on_error
+        self._on_stats = on_stats
+        self._announced: str | None = None
+        self._published: str | None = None
+        self._unheard: list[SyckptError] = []
+        self._names: dict[str, tuple[str | None, tuple[str, ...]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def newest(self) -> str | None:
+        """Id of the newest save that has not failed; else of what was resumed."""
+        return self._announced or self._published or (self.resumed.id if self.resumed else None)
+
+    def announce(self, commit: str, *, name: str | None = None, tags: Iterable[str] = ()) -> None:
+        """A save was handed over."""
+        with self._lock:
+            self._announced = commit
+            self._names[commit] = (name, tuple(tags))
+
+    def names_in_hand(self, kind: str) -> list[tuple[str, ...]]:
+        """Names (or tags) of the saves that are not settled."""
+        return [((name,) if name else ()) if kind == "names" else tags for name, tags in self._names.values()]
+
+    def settle(self, pending: PendingCommit, commit: Commit | None, error: SyckptError | None) -> None:
+        """A save became durable, or failed."""
+        with self._lock:
+            self._names.pop(pending.id, None)
+            if commit is not None:
+                self._published = commit.id
+            elif error is not None:
+                self.failures += 1
+                if self._announced == pending.id:
+                    self._announced = None
+                if self._on_error == "raise":
+                    self._unheard.append(error)
+        if error is not None:
+            _log.error("save %s failed: %s", pending.id, error)
+        if commit is not None:
+            _log.info("%s", line(commit))
+            if self._on_stats is not None:
+                self._on_stats(commit.stats)
+
+    def raise_failure(self) -> None:
+        """Raise the oldest failure that was not raised yet, once; further ones are named in its text."""
+        with self._lock:
+            unheard, self._unheard = self._unheard, []
+        if unheard:
+            error = unheard[0]
+            if len(unheard) > 1:
+                error = type(error)(f"{error} (and {len(unheard) - 1} more saves failed: {'; '.join(str(e) for e in unheard[1:])})")
+            raise error
+
+
+def line(commit: Commit) -> str:
+    """Return the one line that a save leaves in the log."""
+    stats = commit.stats
+    return (
+        f"saved {commit.id} step {commit.step}: stall {1e3 * stats.get('stall_s', 0.0):.1f} ms, staged {_mb(stats.get('staged_bytes', 0))},"
+        f" deduplicated {_mb(stats.get('deduplicated_bytes', 0))}, written {_mb(stats.get('written_bytes', 0))}"
+        f" ({stats.get('ratio', 1.0):.2f}x), durable after {stats.get('durable_s', 0.0):.2f} s"
+    )
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,243 @@
+"""Loading: a commit -> live targets in place, or new CPU tensors. Everything is checked before the first tensor is touched.
+
+What is checked up front: keys, shapes, dtypes, and that every tensor has a place. Damage in the bytes is found while they are read: it
+raises, and a target then holds old or exact values, never wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from syckpt.errors import NotFoundError, StateError
+from syckpt.objects import nodes
+from syckpt.objects.commit import Commit
+from syckpt.objects.nodes import Node
+from syckpt.repo import history
+from syckpt.repo.reader import Reader
+from syckpt.repo.repository import Repository
+from syckpt.state.fit import Fitted, Options, fit, matching
+from syckpt.stores.base import StoreSpec, parse_root
+
+__all__ = ["LoadReport", "Source", "load", "read"]
+
+
+@dataclass
+class LoadReport:
+    """What a load did, and what it did not do. Paths are texts such as `model/net.0.weight`."""
+
+    commit: str | None = None
+    missing: list[str] = field(default_factory=list)
+    """In the target, not in the commit."""
+    unexpected: list[str] = field(default_factory=list)
+    """In the commit, not in the target."""
+    mismatched: list[str] = field(default_factory=list)
+    """In both, of another shape, dtype or kind; each with what was expected and found."""
+    skipped: list[str] = field(default_factory=list)
+    """Left alone because they did not fit (`strict=False`), never part-filled."""
+    cast: list[str] = field(default_factory=list)
+    """Converted to the target's dtype (`cast=True`)."""
+    resharded: list[str] = field(default_factory=list)
+    per_rank: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    """Stored bytes read from the repository."""
+    rng_exact: bool = True
+    """Whether the random streams are those of the commit."""
+    notes: list[str] = field(default_factory=list)
+
+
+class Source:
+    """An open commit on one rank, ready to be read."""
+
+    def __init__(self, reader: Reader, commit: Commit) -> None:
+        if commit.dropped:
+            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log, its tensors are gone")
+        self.commit = commit
+        self._reader = reader
+        self._snapshot = reader.snapshot(commit)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the items in the commit."""
+        return set(self._snapshot.manifest.items)
+
+    @property
+    def has_rng(self) -> bool:
+        """Whether random streams were saved."""
+        return self._snapshot.manifest.rng is not None
+
+    @property
+    def entries(self) -> Sequence[Any]:
+        """The manifest's entries; nodes count them."""
+        return self._snapshot.manifest.entries
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes that the reader has read so far, for all its sources."""
+        return self._reader.bytes_read
+
+    def node(self, name: str) -> Node:
+        """Return an item's structure. Raises: NotFoundError."""
+        try:
+            return self._snapshot.manifest.items[name]
+        except KeyError:
+            raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}") from None
+
+    def rng(self) -> Any:
+        """Return the saved random streams, as `state.rng.capture` made them."""
+        plan = fit(self._snapshot.manifest.rng, None, path=("rng",), entries=self.entries)
+        return plan.build(self.fetch(dict.fromkeys(plan.fresh)).__getitem__)
+
+    def read(self, into: Mapping[str, Any]) -> dict[str, Any]:
+        """Read items strictly, into live templates in place or (None) afresh. Raises: StateError, IntegrityError."""
+        return read(self, into)[0]
+
+    def fetch(self, wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Return verified entries by index: the given tensors filled in place, new CPU tensors for None.
+
+        A target that is not contiguous CPU memory is filled by a copy once all bytes are verified.
+        """
+        manifest, places = self._snapshot.manifest, self._snapshot.places
+        found: dict[int, torch.Tensor] = {}
+        requests = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, target in wanted.items():
+            entry = manifest.entries[index]
+            dtype = getattr(torch, entry.dtype, None)
+            if dtype is None:
+                raise StateError(f"{nodes.format_path(entry.path)}: this torch has no dtype {entry.dtype}; use a newer torch")
+            direct = target
+            if target is None or not _is_plain_memory(target) or target.dtype != dtype:
+                # As bytes first: not every dtype can be allocated by name without complaint.
+                direct = torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.sizes)
+                if target is not None:
+                    copies.append((target, direct))
+            assert direct is not None
+            found[index] = direct if target is None else target
+            requests.append((entry, places[index], _memory(direct)))
+        self._reader.read(requests)
+        with torch.no_grad():
+            for target, value in copies:
+                target.detach().copy_(value)
+        return found
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous CPU tensor's bytes, writable."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
+
+
+def read(
+    source: Source,
+    into: Mapping[str, Any] | None,
+    *,
+    items: Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    partial: Sequence[str] | None = None,
+    map_location: Any = None,
+    dry_run: bool = False,
+) -> tuple[dict[str, Any], LoadReport]:
+    """Read items of a commit; see `load`. Returns the mapping and the report."""
+    report = LoadReport(commit=source.commit.id)
+    templates: Mapping[str, Any] = dict.fromkeys(items or sorted(source.names)) if into is None else into
+    options = Options(cast=cast, select=None if partial is None else matching(partial))
+    fitted = _fit_all(source, templates, report, options)
+    if not strict:
+        report.skipped = sorted(report.mismatched)
+    if strict and (report.missing or report.mismatched or (report.unexpected and partial is None)):
+        raise StateError(_problems(source.commit, report))
+    if dry_run:
+        return {}, report
+    before = source.bytes_read
+    wanted: dict[int, torch.Tensor | None] = {}
+    more: list[tuple[int, torch.Tensor]] = []
+    for plan in fitted.values():
+        for index, target in plan.fills:
+            if wanted.get(index) is None:
+                wanted[index] = target
+            else:
+                more.append((index, target))
+        for index in plan.fresh:
+            wanted.setdefault(index, None)
+    tensors = source.fetch(wanted)
+    with torch.no_grad():
+        for index, target in more:
+            target.detach().copy_(tensors[index])
+    report.bytes_read = source.bytes_read - before
+    moved: dict[int, torch.Tensor] = {}
+
+    def tensor(index: int) -> torch.Tensor:
+        if map_location is None or wanted[index] is not None:
+            return tensors[index]
+        if index not in moved:
+            moved[index] = tensors[index].to(map_location)
+        return moved[index]
+
+    return {name: plan.build(tensor) for name, plan in fitted.items()}, report
+
+
+def _fit_all(source: Source, templates: Mapping[str, Any], report: LoadReport, options: Options) -> dict[str, Fitted]:
+    """Plan every item and gather all problems."""
+    plans: dict[str, Fitted] = {}
+    for name, template in templates.items():
+        if name not in source.names:
+            report.missing.append(name)
+            continue
+        plan = plans[name] = fit(source.node(name), template, path=(name,), entries=source.entries, options=options)
+        report.missing += plan.missing
+        report.unexpected += plan.unexpected
+        report.mismatched += plan.mismatched
+        report.cast += plan.cast
+    return plans
+
+
+def _problems(commit: Commit, report: LoadReport) -> str:
+    groups = (
+        ("missing from the commit", report.missing),
+        ("unexpected in the commit", report.unexpected),
+        ("do not fit", report.mismatched),
+    )
+    lines = [f"commit {commit.id} does not fit its target; nothing was changed:"]
+    for title, paths in groups:
+        if paths:
+            lines.append(f"  {len(paths)} {title}: " + "; ".join(paths[:20]) + (f"; and {len(paths) - 20} more" if len(paths) > 20 else ""))
+    lines.append("  load with strict=False to take what fits, or cast=True to convert dtypes; to start afresh use another branch=...")
+    return "\n".join(lines)
+
+
+def load(
+    root: Any,
+    rev: str = "HEAD",
+    items: Sequence[str] | None = None,
+    into: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    partial: Sequence[str] | None = None,
+    map_location: Any = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Read a commit of the repository at `root` without a manager; takes no lease and writes nothing.
+
+    `into`: live targets by item; their tensors are filled in place, the rest comes back in the mapping. Without it, every item (or those
+    named by `items`) comes back as new CPU tensors. `partial` are patterns such as "model.encoder.*"; `strict=False` skips what does not
+    fit; `cast=True` converts dtypes; `dry_run=True` checks everything, reads nothing and returns {}.
+    Raises: NotFoundError, StateError listing everything that does not fit, IntegrityError.
+    """
+    spec: StoreSpec = parse_root(root)
+    repository = Repository.open(spec)
+    commit = history.resolve(repository, rev)
+    source = Source(Reader(repository), commit)
+    values, _ = read(source, into, items=items, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run)
+    return values

@@ -1,0 +1,678 @@
+"""`CheckpointManager`: what a training script talks to.
+
+Contract (single process): the constructor picks what to resume from; each item is restored when it is registered; the random streams come
+last, at the moment at which the interrupted run had them (see `restore`). `save()` returns when the state is copied; a writer process makes
+it durable. A clean exit saves what advanced and waits; an exit by exception waits for what was handed over and saves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from syckpt import __version__
+from syckpt.checkpoint import loader as loading
+from syckpt.checkpoint.items import Items
+from syckpt.checkpoint.ledger import Ledger
+from syckpt.checkpoint.loader import LoadReport, Source
+from syckpt.checkpoint.progress import Interval, Progress
+from syckpt.checkpoint.resume import newest_whole
+from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
+from syckpt.dataloader.seeded import is_seeded
+from syckpt.dist import topology
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, StateError, SyckptError
+from syckpt.hyperparams.config import HyperConfig
+from syckpt.hyperparams.fingerprint import fingerprint
+from syckpt.objects import ids, nodes
+from syckpt.objects.commit import Commit
+from syckpt.repo import history, leases
+from syckpt.repo.reader import Reader
+from syckpt.repo.repository import Repository
+from syckpt.repo.transaction import Hold, newest_readable, open_branch
+from syckpt.repo.verify import VerifyReport, verify
+from syckpt.state import rng as streams
+from syckpt.state.flatten import flatten
+from syckpt.stores.base import StoreSpec, parse_root
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("syckpt")
+_RNG = "<rng>"  # no item can be called that
+
+
+@dataclass(frozen=True)
+class Config:
+    """How commits are stored. `compression`: "fast" or "none"; at most `keyframe_every` commits share a keyframe."""
+
+    compression: Literal["fast", "none"] = "fast"
+    keyframe_every: int = 8
+    on_stats: Callable[[dict[str, Any]], None] | None = None
+    """Called with each durable save's figures, in the caller's thread, when it is next heard of."""
+
+    def __post_init__(self) -> None:
+        if self.compression not in ("fast", "none"):
+            raise StateError(f"compression={self.compression!r}: expected 'fast' or 'none'")
+        if type(self.keyframe_every) is not int or self.keyframe_every < 1:
+            raise StateError(f"keyframe_every={self.keyframe_every!r}: expected a number of commits, at least 1")
+
+
+@dataclass
+class _Resume:
+    """What is being resumed: the commit, its reader, and whether the random streams are still to be restored."""
+
+    source: Source
+    rng_pending: bool
+    entered: bool
+    deferred: list[str] = field(default_factory=list)
+    """Optimizers that wait for the modules of their parameters."""
+
+
+class CheckpointManager:
+    """Git for one training run. See the module's contract and `syckpt help`."""
+
+    Config: TypeAlias = Config
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | StoreSpec | None = None,
+        config: Config | None = None,
+        *,
+        max_to_keep: int | None = None,
+        keep: object | None = None,
+        maximize: bool = False,
+        auto_resume: bool = True,
+        run_mode: Literal["append", "overwrite"] = "append",
+        branch: str | None = None,
+        base: str | None = None,
+        async_save: bool = True,
+        when_busy: Literal["wait", "skip", "raise"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        save_on_exit: bool = True,
+        save_every: int | str | None = None,
+        rng: bool = True,
+        coordinator: object | None = None,
+        timeout_s: float = 600,
+        signer: object | None = None,
+        trusted_keys: object | None = None,
+    ) -> None:
+        """Open (or make) the repository `root/.syckpt` and pick what to resume from; no tensor is read yet.
+
+        Raises: StateError for arguments, IntegrityError when the branch has commits but none is whole, StoreError.
+        """
+        _refuse_unfinished(root=root, run_mode=run_mode, coordinator=coordinator, signer=signer, trusted_keys=trusted_keys)
+        _one_of("when_busy", when_busy, ("wait", "skip", "raise"))
+        _one_of("on_error", on_error, ("raise", "warn"))
+        if keep is not None or max_to_keep is not None:
+            _log.warning("retention (keep=, max_to_keep=) is not in this version of syckpt: every commit is kept")
+        _require_sole_process()
+        assert root is not None
+        self._config = config or Config()
+        self._maximize = maximize
+        self._async_save = async_save
+        self._when_busy = when_busy
+        self._save_on_exit = save_on_exit
+        self._interval = Interval(save_every)
+        self._with_rng = rng
+        self._timeout_s = timeout_s
+        self._items = Items()
+        self._progress = Progress()
+        self._hyper: HyperConfig | None = None
+        self._token = secrets.token_hex(8)
+        self._run = topology.run_id()
+        self._sequence = 0
+        self._closed = False
+        self._report = LoadReport()
+
+        spec = parse_root(root)
+        self._repository = Repository.open_or_create(spec)
+        self._reader = Reader(self._repository)
+        self._branch = ids.check_name(branch, what="branch") if branch is not None else self._repository.head_branch()
+        leases.await_drain(self._repository, self._branch)
+        record, _ = newest_readable(self._repository, self._branch)
+        self._tip = None if record is None else record.commit
+        self._fork: Commit | None = None
+        self._resume: _Resume | None = None
+        self._resumed: Commit | None = None
+        if run_mode == "append" and auto_resume:
+            self._pick(base, new_branch=record is None)
+        self._ledger = Ledger(on_error=on_error, on_stats=self._config.on_stats, resumed=self._resumed)
+        self._saver = Saver(
+            self._repository,
+            self._settings(spec),
+            reopen=_opener(self._repository, self._branch, self._run, self._token, self._fork),
+            on_settled=self._ledger.settle,
+        )
+        self._opened = False
+        # Also run at the interpreter's exit: what was handed over becomes durable, and its failure is heard of.
+        self._finalizer = weakref.finalize(self, _close_quietly, self._saver, self._ledger, os.getpid())
+
+    def _settings(self, spec: StoreSpec) -> Settings:
+        idle = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - torch.get_num_threads()
+        return Settings(
+            spec=spec,
+            token=self._token,
+            compression=self._config.compression,
+            keyframe_every=self._config.keyframe_every,
+            threads=min(4, max(1, idle)),
+            timeout_s=self._timeout_s,
+        )
+
+    # -- registering -------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif name == "config":
+            self._set_config(value)
+        else:
+            self.register(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is no attribute of the class or the instance.
+        if not name.startswith("_") and name in self._items:
+            return self._items[name]
+        raise AttributeError(f"no item {name!r} is registered; registered: {', '.join(self._items.names()) or 'none'}")
+
+    def __delattr__(self, name: str) -> None:
+        self.unregister(name)
+
+    def register(self, name: str, obj: Any) -> None:
+        """Make an object or value part of every commit, and restore it if a commit with it is being resumed.
+
+        The second time a name is assigned, the value replaces the first and nothing is restored.
+        Raises: StateError for a name of the API, or a state that does not fit; IntegrityError when no commit is whole.
+        """
+        if hasattr(type(self), name):
+            raise StateError(f"{name!r} is a name of CheckpointManager itself; register the item under another one")
+        known = name in self._items
+        self._items.put(name, obj)
+        if known:
+            return
+        sampler = self._items.sampler
+        if sampler is not None and sampler is obj:
+            # A weak reference: the sampler may outlive the manager, and must not keep it.
+            sampler.on_first_index = _weakly(self._on_first_index)
+        if self._resume is not None and name in self._resume.source.names:
+            self._restore_or_fall_back(name)
+        elif self._resume is not None:
+            _log.info("commit %s has no item %r: it starts as it is", self._resume.source.commit.id, name)
+
+    def unregister(self, name: str) -> None:
+        """Leave an item out of later commits. Raises: StateError."""
+        self._items.remove(name)
+
+    @property
+    def config(self) -> HyperConfig:
+        """Hyper-parameters of this run; assign a mapping. A resume never overwrites what was assigned."""
+        if self._hyper is None:
+            self._hyper = HyperConfig(self._resumed.config if self._resumed is not None else {})
+        return self._hyper
+
+    def _set_config(self, value: Any) -> None:
+        self._hyper = value if isinstance(value, HyperConfig) else HyperConfig(value)
+        if self._resumed is not None and self._resumed.config and self._hyper != HyperConfig(self._resumed.config):
+            _log.warning(
+                "the configuration differs from that of commit %s: %s",
+                self._resumed.id,
+                HyperConfig(self._resumed.config).diff(self._hyper),
+            )
+
+    # -- resuming ----------------------------------------------------------------------------------------------------
+
+    def _pick(self, base: str | None, *, new_branch: bool) -> None:
+        """Choose the commit to go on from, and take over its counters."""
+        if new_branch:
+            try:
+                commit = history.resolve(self._repository, base or "HEAD", maximize=self._maximize)
+            except NotFoundError:
+                if base is not None:
+                    raise
+                return  # An empty repository: a fresh start.
+            self._repository.check_whole(commit)
+            self._fork = commit
+        else:
+            found = newest_whole(self._repository, self._branch)
+            if found is None:
+                return
+            commit = found
+        self._take_over(commit)
+
+    def _take_over(self, commit: Commit) -> None:
+        source = Source(self._reader, commit)
+        self._resumed = commit
+        self._resume = _Resume(source, rng_pending=self._with_rng and source.has_rng, entered=commit.entered)
+        self._progress.resume(commit)
+        self._report = LoadReport(commit=commit.id, rng_exact=not self._resume.rng_pending and self._with_rng)
+
+    def _restore_or_fall_back(self, name: str) -> None:
+        """Restore an item; where its bytes are damaged, restore everything from the next older commit instead."""
+        resume = self._resume
+        assert resume is not None
+        try:
+            self._restore_one(name)
+        except IntegrityError as exc:
+            _log.error("commit %s is damaged: %s", resume.source.commit.id, exc)
+            self._repository.mark(resume.source.commit.id, "damaged", why=str(exc))
+            self._fall_back()
+
+    def _fall_back(self) -> None:
+        """Go to the newest commit that is whole in its bytes too, and restore everything registered from it."""
+        while True:
+            commit = newest_whole(self._repository, self._branch)
+            if commit is None:
+                raise IntegrityError(f"branch {self._branch!r} has no whole commit left; `syckpt verify` says what is damaged")
+            self._take_over(commit)
+            self._ledger.resumed = commit
+            _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
+            try:
+                for name in self._items.names():
+                    if self._resume is not None and name in self._resume.source.names:
+                        self._restore_one(name)
+                return
+            except IntegrityError as exc:
+                _log.error("commit %s is damaged: %s", commit.id, exc)
+                self._repository.mark(commit.id, "damaged", why=str(exc))
+
+    def _restore_one(self, name: str) -> None:
+        resume = self._resume
+        assert resume is not None
+        if self._items.needs_modules(name, resume.source.node(name)):
+            resume.deferred.append(name)
+            return
+        self._items.restore(name, resume.source)
+        for waiting in [n for n in resume.deferred if not self._items.needs_modules(n, resume.source.node(n))]:
+            resume.deferred.remove(waiting)
+            self._items.restore(waiting, resume.source)
+
+    def _begin(self) -> None:
+        """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
+        if self._closed:
+            raise StateError("this manager is closed; make another one")
+        if self._resume is not None and self._resume.deferred:
+            # `restore` names what is missing.
+            for name in self._resume.deferred:
+                self._items.restore(name, self._resume.source)
+        if self._opened:
+            return
+        if self._resume is not None:
+            unused = sorted(self._resume.source.names - set(self._items.names()))
+            self._report.unexpected += unused
+            if unused:
+                _log.info("commit %s also has %s, which this script does not register", self._resume.source.commit.id, ", ".join(unused))
+        leases.await_holder(self._repository, self._branch, run=self._run, token=self._token)
+        hold = open_branch(self._repository, self._branch, run=self._run, expected=self._tip, start=self._fork)
+        self._saver.open(hold)
+        self._opened = True
+
+    def restore(self) -> LoadReport:
+        """Restore the random streams now and return the report of the resume.
+
+        `loop` and `batches` do this at the right moment by themselves: before an epoch's first draw, or, in an epoch that is entered
+        again, after the DataLoader's iterator exists (making it draws a base seed). Call it in scripts that use neither.
+        """
+        self._begin()
+        self._restore_rng()
+        return self._report
+
+    def _restore_rng(self) -> None:
+        resume = self._resume
+        if resume is None or not resume.rng_pending:
+            return
+        resume.rng_pending = False
+        notes = streams.restore(resume.source.rng())
+        self._report.rng_exact = not notes
+        self._report.notes += notes
+
+    def _on_first_index(self) -> None:
+        """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
+        resume, sampler = self._resume, self._items.sampler
+        facts = sampler.loader if sampler is not None else None
+        pending = resume is not None and resume.rng_pending
+        if resume is not None and resume.entered and pending:
+            self._restore_rng()
+            if facts is not None and facts.num_workers > 0 and not is_seeded(facts.dataset):
+                self._inexact("the loader's workers may draw random numbers of their own: wrap the dataset in syckpt.dataloader.seeded()")
+        elif (
+            resume is not None and self._progress.at_resume and facts is not None and facts.persistent_workers and resume.source.commit.step
+        ):
+            self._inexact("a loader with persistent_workers draws a seed at its first epoch only: iterate with ckpt.batches(loader)")
+        self._progress.entered = True
+
+    def _inexact(self, why: str) -> None:
+        if self._report.rng_exact:
+            _log.warning("this resume may differ from an uninterrupted run: %s", why)
+        self._report.rng_exact = False
+        if why not in self._report.notes:
+            self._report.notes.append(why)
+
+    @property
+    def resumed(self) -> Commit | None:
+        """The commit that this manager goes on from, or None."""
+        return self._resumed
+
+    @property
+    def last_report(self) -> LoadReport:
+        """What the last load, or the resume, did and did not do."""
+        return self._report
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        return self._progress.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._progress.epoch
+
+    @property
+    def batch_idx(self) -> int:
+        """Batches of the epoch that were consumed."""
+        return self._progress.batch_idx
+
+    @property
+    def metric(self) -> float | None:
+        """The metric of the newest save that gave one."""
+        return self._progress.metric
+
+    @property
+    def branch(self) -> str:
+        """The branch that this manager writes."""
+        return self._branch
+
+    def loop(self, epochs: int | None = None) -> Iterator[int]:
+        """Yield the epochs still to do, up to `epochs` in all (None: without end); one that was cut off is entered again."""
+        self._begin()
+        while True:
+            epoch = self._progress.next_epoch
+            if epochs is not None and epoch >= epochs:
+                return
+            self._progress.enter(epoch, self._items.sampler)
+            if self._resume is not None and self._resume.rng_pending and not self._resume.entered:
+                self._restore_rng()
+            yield epoch
+            self._progress.leave()
+
+    def step_up(self, n: int = 1, *, batches: int | None = None) -> None:
+        """Count `n` optimizer steps, after they were made, and `batches` micro-batches (default: n) as consumed.
+
+        Raises: StateError when random streams are still to be restored, or `batches()` is counting; what a background save failed with.
+        """
+        self._begin()
+        self._progress.count_by("step_up")
+        if self._resume is not None and self._resume.rng_pending:
+            raise StateError(
+                "a step was made before the random streams of the resumed commit were restored: iterate with ckpt.loop() or"
+                " ckpt.batches(), or call ckpt.restore() before the first draw"
+            )
+        self._progress.advance(n, n if batches is None else batches, self._items.sampler)
+        self._after_step()
+
+    def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
+        """Iterate a loader, counting each batch when its body begins, and a step every `accumulate` batches.
+
+        Random streams are restored where they have to be, also with persistent workers.
+        """
+        self._begin()
+        self._progress.count_by("batches")
+        if type(accumulate) is not int or accumulate < 1:
+            raise StateError(f"accumulate={accumulate!r}: expected a number of batches, at least 1")
+        resume = self._resume
+        pending = resume is not None and resume.rng_pending
+        # The run that was cut off had made its persistent iterator, and its draw, in its first epoch.
+        made_before = bool(getattr(loader, "persistent_workers", False)) and resume is not None and resume.source.commit.step > 0
+        if pending and resume is not None and not resume.entered and not made_before:
+            self._restore_rng()
+        self._progress.at_resume = False
+        iterator = iter(loader)
+        self._restore_rng()
+        self._progress.entered = True
+        for number, batch in enumerate(iterator, start=1):
+            at_boundary = number % accumulate == 0
+            self._progress.advance(1 if at_boundary else 0, 1, self._items.sampler)
+            yield batch
+            if at_boundary:
+                self._after_step()
+        self._progress.entered = False
+
+    def _after_step(self) -> None:
+        self._saver.pump()
+        if self._interval.is_due(self._progress.step):
+            self.save()
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        checkpoint_id: str | None = None,
+        payload: Mapping[str, Any] | None = None,
+        *,
+        metric: Any = None,
+        message: str = "",
+        tags: Sequence[str] = (),
+        epoch_end: bool | None = None,
+        wait: bool = False,
+    ) -> PendingCommit | None:
+        """Commit the registered items, or exactly `payload`; return as soon as the caller may change its tensors.
+
+        `checkpoint_id` names the commit. With `wait`, or `async_save=False`, it is durable on return.
+        Returns None for a save that was skipped (`when_busy="skip"`).
+        Raises: what an earlier background save failed with; StateError for what cannot be carried, naming its path; ConflictError for a
+        name that is taken, or (`when_busy="raise"`) when two saves are in hand.
+        """
+        started = time.perf_counter()
+        self._saver.pump()
+        self._ledger.raise_failure()
+        self._begin()
+        self._restore_rng()
+        self._check_names(checkpoint_id, tags)
+        if self._saver.busy() and self._when_busy != "wait":
+            if self._when_busy == "raise":
+                raise ConflictError(f"saves {', '.join(p.id for p in self._saver.pending)} are still being written (when_busy='raise')")
+            _log.warning("a save at step %d was skipped: two are still being written (when_busy='skip')", self.step)
+            return None
+        score = self._progress.metric if metric is None else _score(metric)
+        values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
+        flat = flatten({**values, _RNG: streams.capture()} if self._with_rng else values)
+        rng = flat.nodes.pop(_RNG, None)
+        done = self._progress.epoch_done(self._items.sampler, epoch_end)
+        config = self.config
+        config.freeze()
+        mark = fingerprint(config)
+        meta = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch_idx": self.batch_idx,
+            "epoch_done": done,
+            "entered": self._progress.entered and epoch_end is not True,
+            "metric": nodes.encode(score if metric is not None else None),
+            "message": str(message),
+            "tags": list(tags),
+            "name": checkpoint_id,
+            "config": nodes.encode(config.to_dict()),
+            "fingerprint": mark,
+            "rng_exact": self._resumed is None or self._report.rng_exact,
+            "sequence": self._sequence,
+            "created_ns": str(time.time_ns()),
+            "writer": f"syckpt {__version__}",
+        }
+        hold = self._saver.hold
+        assert hold is not None
+        commit = ids.new_commit_id(
+            fingerprint=mark,
+            repository=self._repository.id,
+            run=self._run,
+            generation=hold.generation,
+            sequence=self._sequence,
+            nonce=secrets.token_bytes(16),
+        )
+        pending = self._saver.submit(commit, flat, rng=rng, after=self._ledger.newest, meta=meta, started=started)
+        self._sequence += 1
+        self._progress.saved(done=done, metric=score)
+        self._ledger.announce(commit, name=checkpoint_id, tags=tags)
+        if wait or not self._async_save:
+            pending.result(self._timeout_s)
+        return pending
+
+    def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
+        taken = [("names", name, "commit")] if name is not None else []
+        for kind, ref, what in taken + [("tags", tag, "tag") for tag in tags]:
+            ids.check_name(ref, what=what)
+            head = self._repository.refs.head(f"{kind}/{ref}")
+            if head is not None and head.commit is not None and not self._repository.read_commit(head.commit).dropped:
+                raise ConflictError(f"the {what} {ref!r} exists already and means {head.commit}: choose another")
+            if any(ref in names for names in self._ledger.names_in_hand(kind)):
+                raise ConflictError(f"the {what} {ref!r} is being saved already: choose another")
+
+    @property
+    def hash(self) -> str | None:
+        """Id of the newest save by this manager; after a reported failure, of the newest published one; else what was resumed."""
+        self._saver.pump()
+        return self._ledger.newest
+
+    def wait(self) -> None:
+        """Wait until every save is durable. Raises: what one of them failed with; CoordinationError after `timeout_s`."""
+        self._saver.wait_for(None, timeout_s=None)
+        self._ledger.raise_failure()
+
+    def close(self) -> None:
+        """Wait for the saves in hand, end the writer, give the branch back. Raises: what a save failed with."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._finalizer.detach()
+        self._ledger.raise_failure()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            if self._save_on_exit and not self._closed and self._opened and self._progress.advanced(self._items.sampler):
+                self.save(message="exit")
+            self.close()
+            return
+        # Half-updated state is never saved; what was handed over before is.
+        try:
+            self.close()
+        except SyckptError as exc:
+            _log.error("while leaving by %s: %s", kind.__name__, exc)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        rev: str = "HEAD",
+        into: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        partial: Sequence[str] | None = None,
+        map_location: Any = None,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Read a commit: into live targets in place (`into`), or as new CPU tensors. See `syckpt.load`.
+
+        Waits for this manager's own saves first. Random streams and counters are left alone.
+        """
+        self.wait()
+        commit = history.resolve(self._repository, rev, branch=self._branch, maximize=self._maximize)
+        source = Source(self._reader, commit)
+        targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
+        values, self._report = loading.read(
+            source, targets, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run
+        )
+        return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
+
+    def log(self, n: int | None = None) -> list[Commit]:
+        """Return up to `n` commits of this branch, newest first, after waiting for this manager's own."""
+        self.wait()
+        return history.log(self._repository, count=n, branch=self._branch)
+
+    def verify(self, rev: str = "HEAD") -> VerifyReport:
+        """Read and check every byte of a commit, after waiting for this manager's own saves."""
+        self.wait()
+        commit = history.resolve(self._repository, rev, branch=self._branch, maximize=self._maximize)
+        return verify(self._repository, commit.id)
+
+
+def _opener(repository: Repository, branch: str, run: str, token: str, fork: Commit | None) -> Callable[[str | None], Hold]:
+    def reopen(expected: str | None) -> Hold:
+        leases.await_holder(repository, branch, run=run, token=token)
+        return open_branch(repository, branch, run=run, expected=expected, start=fork)
+
+    return reopen
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        live = reference()
+        if live is not None:
+            live()
+
+    return call
+
+
+def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
+    """For a manager that was never closed: its saves become durable all the same, and failures are at least logged."""
+    if os.getpid() != pid:
+        return
+    try:
+        saver.close()
+        ledger.raise_failure()
+    except SyckptError as exc:
+        _log.error("a save of a manager that was not closed failed: %s", exc)
+
+
+def _score(metric: Any) -> float:
+    value = metric.item() if hasattr(metric, "item") else metric
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise StateError(f"metric={metric!r}: expected a number")
+    return float(value)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _refuse_unfinished(*, root: object, run_mode: str, coordinator: object, signer: object, trusted_keys: object) -> None:
+    """Arguments of the public contract that this version does not honour are errors, never ignored."""
+    if root is None:
+        raise StateError(
+            "CheckpointManager needs root=, the experiment's directory; managers without one are not in this version of syckpt"
+        )
+    if run_mode == "new_branch":
+        raise StateError("run_mode='new_branch' is not in this version of syckpt; name a branch with branch=...")
+    _one_of("run_mode", run_mode, ("append", "overwrite"))
+    for name, value in (("coordinator", coordinator), ("signer", signer), ("trusted_keys", trusted_keys)):
+        if value is not None:
+            raise StateError(f"{name}= is not in this version of syckpt; leave it out")
+
+
+def _require_sole_process() -> None:
+    distributed = torch.distributed
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if ranks == 1 and topology.world_size() > 1:
+        raise CoordinationError(
+            f"WORLD_SIZE is {topology.world_size()} but there is no process group: call torch.distributed.init_process_group() before"
+            " CheckpointManager"
+        )
+    if ranks > 1:
+        raise CoordinationError(f"{ranks} ranks: saving from several ranks is not in this version of syckpt")

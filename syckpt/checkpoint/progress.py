@@ -1,0 +1,125 @@
+"""Counters of a run: steps, epochs, batches, and where in an epoch a save stands."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Literal
+
+from syckpt.dataloader import StatefulRandomSampler
+from syckpt.errors import StateError
+from syckpt.objects.commit import Commit
+
+__all__ = ["Interval", "Progress"]
+
+
+class Progress:
+    """Where the run is. With a sampler, epoch and batch follow it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.batch_idx = 0
+        self.metric: float | None = None
+        self.entered = False
+        """Whether iterating the epoch has begun: its DataLoader iterator exists, and has drawn its seed."""
+        self.at_resume = False
+        """Whether nothing was iterated since the resume."""
+        self._closed = False
+        self._counter: str | None = None
+        self._last_saved: tuple[int, int, int, bool] = (0, 0, 0, False)
+
+    def resume(self, commit: Commit) -> None:
+        """Go on behind a commit."""
+        self.step, self.metric = commit.step, commit.metric
+        self.epoch, self.batch_idx = (commit.epoch + 1, 0) if commit.epoch_done else (commit.epoch, commit.batch_idx)
+        self.entered, self.at_resume, self._closed = commit.entered, True, False
+        self._last_saved = self._position(False)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that `loop` yields next: the one under way unless it was finished."""
+        return self.epoch + 1 if self._closed else self.epoch
+
+    def enter(self, epoch: int, sampler: StatefulRandomSampler | None) -> None:
+        """`loop` begins an epoch, or enters the resumed one again."""
+        if epoch != self.epoch or self._closed:
+            self.epoch, self.batch_idx, self.entered, self.at_resume = epoch, 0, False, False
+        self._closed = False
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+            self.batch_idx = sampler.batch_idx
+
+    def leave(self) -> None:
+        """The body of `loop` has ended: the epoch is done."""
+        self._closed = True
+        self.entered = False
+
+    def count_by(self, counter: Literal["step_up", "batches"]) -> None:
+        """Raises: StateError when steps are counted both ways."""
+        if self._counter not in (None, counter):
+            raise StateError(f"steps are counted by {self._counter} already, and {counter} would count them twice: use one of the two")
+        self._counter = counter
+
+    def advance(self, steps: int, batches: int, sampler: StatefulRandomSampler | None) -> None:
+        """Steps were made, and batches consumed."""
+        if type(steps) is not int or type(batches) is not int or steps < 0 or batches < 0:
+            raise StateError(f"step_up({steps!r}, batches={batches!r}): expected natural numbers")
+        self.step += steps
+        self.at_resume = False
+        if sampler is None:
+            self.batch_idx += batches
+            return
+        sampler.advance(batches)
+        self.epoch, self.batch_idx = sampler.epoch, sampler.batch_idx
+        if batches and sampler.exhausted:
+            self.entered = False
+
+    def epoch_done(self, sampler: StatefulRandomSampler | None, epoch_end: bool | None) -> bool:
+        """Whether a save now counts the epoch as finished."""
+        if epoch_end is not None:
+            return epoch_end
+        if self._closed:
+            return True
+        if sampler is not None:
+            return sampler.exhausted
+        # A fresh state, saved before anything was done, has finished nothing.
+        return self.step > 0 and not self.at_resume
+
+    def saved(self, *, done: bool, metric: float | None) -> None:
+        """A save was handed over."""
+        self.metric = metric
+        self._last_saved = self._position(done)
+
+    def advanced(self, sampler: StatefulRandomSampler | None) -> bool:
+        """Whether there is anything that the last save does not have."""
+        return self._position(self.epoch_done(sampler, None)) != self._last_saved
+
+    def _position(self, done: bool) -> tuple[int, int, int, bool]:
+        return self.step, self.epoch, self.batch_idx, done
+
+
+class Interval:
+    """When `save_every` is due: `1000` (steps) or `"10m"` (s, m, h)."""
+
+    def __init__(self, every: int | str | None) -> None:
+        self._steps: int | None = None
+        self._seconds: float | None = None
+        if isinstance(every, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", every)):
+            self._seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+        elif type(every) is int and every > 0:
+            self._steps = every
+        elif every is not None:
+            raise StateError(f'save_every={every!r}: expected a number of steps, or a time like "10m", "30s", "1h"')
+        self._due_at = time.monotonic() + (self._seconds or 0.0)
+        self._last_step: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due after this step; says so once."""
+        if self._steps is not None:
+            before, self._last_step = self._last_step if self._last_step is not None else step - 1, step
+            return step // self._steps > before // self._steps
+        if self._seconds is not None and time.monotonic() >= self._due_at:
+            self._due_at = time.monotonic() + self._seconds
+            return True
+        return False

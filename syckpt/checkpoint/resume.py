@@ -1,0 +1,74 @@
+"""What to resume from: the newest commit of a branch that is whole."""
+
+from __future__ import annotations
+
+import logging
+
+from syckpt.errors import IntegrityError, NotFoundError, StoreError
+from syckpt.objects.commit import Commit
+from syckpt.repo.repository import Repository
+from syckpt.repo.transaction import newest_readable
+
+__all__ = ["newest_whole"]
+
+_log = logging.getLogger("syckpt")
+
+
+def newest_whole(repository: Repository, branch: str) -> Commit | None:
+    """Return the newest commit of a branch whose structure is whole; None for a branch without commits.
+
+    Goes back along parents, and where a commit cannot be read, along the branch's records. Every one that is passed over is logged, and
+    marked damaged so that the next restart does not try it again.
+    Raises: IntegrityError when there are commits but none is whole.
+    """
+    record, damage = newest_readable(repository, branch)
+    for text in damage:
+        _log.error("%s; going on from the record before it", text)
+    if record is None or record.commit is None:
+        if damage:
+            raise IntegrityError(f"branch {branch!r} has no readable commit: {damage[0]}")
+        return None
+    tried: list[str] = []
+    number = record.number
+    commit_id, seal = record.commit, record.commit_seal
+    while True:
+        commit: Commit | None = None
+        try:
+            commit = repository.read_commit(commit_id, seal=seal)
+            if commit.damaged:
+                raise IntegrityError(f"commit {commit_id} was found damaged before (objects/{commit_id}.damaged)")
+            repository.check_whole(commit)
+            return commit
+        except (IntegrityError, NotFoundError) as exc:
+            _log.error("commit %s cannot be resumed from: %s", commit_id, exc)
+            tried.append(f"{commit_id}: {exc}")
+            _mark(repository, commit_id, str(exc), already=commit is not None and (commit.damaged or commit.dropped))
+        if commit is not None and commit.parents:
+            commit_id, seal = commit.parents[0], commit.parent_seals[0]
+            continue
+        older = _record_before(repository, branch, number, {text.partition(":")[0] for text in tried}) if commit is None else None
+        if older is None:
+            raise IntegrityError(f"branch {branch!r} has no whole commit left: {'; '.join(tried[:5])}")
+        number, commit_id, seal = older
+
+
+def _mark(repository: Repository, commit: str, why: str, *, already: bool) -> None:
+    if already:
+        return
+    try:
+        repository.mark(commit, "damaged", why=why)
+    except StoreError as exc:
+        _log.warning("commit %s could not be marked as damaged: %s", commit, exc)
+
+
+def _record_before(repository: Repository, branch: str, number: int, tried: set[str]) -> tuple[int, str, str | None] | None:
+    """Return number, commit and seal of the newest older record of another commit."""
+    ref = f"heads/{branch}"
+    for older in reversed([n for n in repository.refs.numbers(ref) if n < number]):
+        try:
+            record = repository.refs.read(ref, older)
+        except IntegrityError:
+            continue
+        if record.commit is not None and record.commit not in tried:
+            return older, record.commit, record.commit_seal
+    return None

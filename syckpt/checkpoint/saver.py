@@ -1,0 +1,419 @@
+"""The trainer's side of saving: the writer process, its slots, and what became of each save. Knows nothing of models."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from syckpt.checkpoint.wire import Channel, PeerGone, watch_process
+from syckpt.dist import topology
+from syckpt.errors import CoordinationError, SyckptError, WriterDied, from_wire
+from syckpt.objects.commit import Commit
+from syckpt.repo import owner
+from syckpt.repo.repository import Repository
+from syckpt.repo.transaction import Hold, newest_readable
+from syckpt.state.flatten import Flat
+from syckpt.state.staging import Slot, layout
+from syckpt.stores.base import StoreSpec
+
+__all__ = ["PendingCommit", "Saver", "Settings"]
+
+_log = logging.getLogger("syckpt")
+_MAX_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a writer works. `threads` hash and encode; `timeout_s` bounds every wait for the writer."""
+
+    spec: StoreSpec
+    token: str
+    compression: str
+    keyframe_every: int
+    threads: int
+    timeout_s: float
+
+
+class PendingCommit:
+    """A save under way. Prints as its id, which never changes."""
+
+    def __init__(self, commit: str, saver: Saver) -> None:
+        self.id = commit
+        self._saver = saver
+        self._commit: Commit | None = None
+        self._error: SyckptError | None = None
+
+    def done(self) -> bool:
+        """Whether the save is durable, or has failed."""
+        self._saver.pump()
+        return self._settled
+
+    def result(self, timeout: float | None = None) -> Commit:
+        """Wait, for at most `timeout` seconds, until the save is durable, and return its commit.
+
+        Raises: what made the save fail; TimeoutError.
+        """
+        self._saver.wait_for(self, timeout_s=timeout)
+        if self._error is not None:
+            raise self._error
+        assert self._commit is not None
+        return self._commit
+
+    @property
+    def _settled(self) -> bool:
+        return self._commit is not None or self._error is not None
+
+    def __str__(self) -> str:
+        return self.id
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "durable" if self._commit else "pending"
+        return f"<PendingCommit {self.id} {state}>"
+
+
+@dataclass
+class _InHand:
+    pending: PendingCommit
+    slot: Slot
+    stall_s: float
+
+
+@dataclass
+class _Process:
+    popen: subprocess.Popen[bytes]
+    channel: Channel
+    pidfd: int | None
+    ready: bool = False
+    slots: set[int] = field(default_factory=set)
+    """Slots that this process has mapped, in their present size."""
+
+
+class Saver:
+    """Hands saves to the writer and keeps account of them. One branch at a time; safe to use from several threads.
+
+    `reopen(expected_tip)` opens the branch anew, after a writer died. `on_settled(pending, commit, error)` is told of each save once.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        settings: Settings,
+        *,
+        reopen: Callable[[str | None], Hold],
+        on_settled: Callable[[PendingCommit, Commit | None, SyckptError | None], None],
+    ) -> None:
+        self._repository = repository
+        self._settings = settings
+        self._reopen = reopen
+        self._on_settled = on_settled
+        self._hold: Hold | None = None
+        self._process: _Process | None = None
+        self._slots: list[Slot] = []
+        self._in_hand: dict[str, _InHand] = {}
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def hold(self) -> Hold | None:
+        """The branch as this saver last knew it; None before `open`."""
+        return self._hold
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The writer's process id, while there is one."""
+        return self._process.popen.pid if self._process else None
+
+    @property
+    def pending(self) -> list[PendingCommit]:
+        """Saves in hand, oldest first."""
+        return [entry.pending for entry in self._in_hand.values()]
+
+    def open(self, hold: Hold) -> None:
+        """Start a writer for a branch that was just opened; returns before it is ready."""
+        with self._lock:
+            self._hold = hold
+            self._start()
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether a save would have to wait for a slot."""
+        self.pump()
+        return len(self._in_hand) >= _MAX_SLOTS
+
+    def submit(self, commit: str, flat: Flat, *, rng: Any, after: str | None, meta: dict[str, Any], started: float) -> PendingCommit:
+        """Copy the state into a slot and hand it to the writer; on return the caller may change its tensors.
+
+        `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
+        Raises: CoordinationError when no slot comes free in time; StoreError when there is no memory for one.
+        """
+        with self._lock:
+            self._ensure_writer()
+            offsets, nbytes = layout(flat.leaves)
+            slot = self._free_slot(nbytes)
+            copying = time.perf_counter()
+            slot.fill(flat.leaves, offsets)
+            ended = time.perf_counter()
+            meta["stats"] = {"stall_s": ended - started, "copy_s": ended - copying}
+            message = {
+                "op": "save",
+                "id": commit,
+                "slot": slot.index,
+                "after": after,
+                "tensors": {
+                    "path": [list(leaf.path) for leaf in flat.leaves],
+                    "dtype": [leaf.dtype for leaf in flat.leaves],
+                    "shape": [list(leaf.shape) for leaf in flat.leaves],
+                    "offset": offsets,
+                },
+                "items": flat.nodes,
+                "rng": rng,
+                "meta": meta,
+            }
+            pending = PendingCommit(commit, self)
+            self._in_hand[commit] = _InHand(pending, slot, 0.0)
+            self._send_save(slot, message)
+            self._in_hand[commit].stall_s = time.perf_counter() - started if commit in self._in_hand else 0.0
+            return pending
+
+    def _send_save(self, slot: Slot, message: dict[str, Any]) -> None:
+        process = self._process
+        assert process is not None
+        try:
+            if slot.index not in process.slots:
+                process.channel.send({"op": "slot", "index": slot.index, "nbytes": slot.nbytes}, fd=slot.fd)
+                process.slots.add(slot.index)
+            process.channel.send(message)
+        except PeerGone:
+            self._writer_ended()
+
+    def _free_slot(self, nbytes: int) -> Slot:
+        deadline = time.monotonic() + self._settings.timeout_s
+        while len(self._in_hand) >= _MAX_SLOTS:
+            if not self._pump(deadline - time.monotonic()):
+                raise CoordinationError(f"no staging slot came free in {self._settings.timeout_s:g} s: {self._what_is_stuck()}")
+        busy = {entry.slot.index for entry in self._in_hand.values()}
+        self._ensure_writer()
+        slot = next((s for s in self._slots if s.index not in busy and s.nbytes >= nbytes), None)
+        if slot is None:
+            slot = self._replace_slot(next((s for s in self._slots if s.index not in busy), None), nbytes)
+        return slot
+
+    def _replace_slot(self, old: Slot | None, nbytes: int) -> Slot:
+        """Make a slot, in place of one that is too small, if there is one. A tenth of room: optimizers grow state after the first step."""
+        index = len(self._slots) if old is None else old.index
+        if old is not None:
+            self._slots.remove(old)
+            old.close()
+            if self._process is not None:
+                self._process.slots.discard(index)
+        slot = Slot(index, nbytes + nbytes // 10)
+        self._slots.append(slot)
+        return slot
+
+    # -- hearing of saves --------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Take in what the writer has said, without waiting."""
+        if self._pid == os.getpid():
+            with self._lock:
+                while self._pump(0.0):
+                    pass
+
+    def wait_for(self, pending: PendingCommit | None, *, timeout_s: float | None) -> None:
+        """Wait until one save (None: all) is settled.
+
+        Raises: TimeoutError after `timeout_s`; without one, CoordinationError after the settings' time.
+        """
+        limit = self._settings.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while not pending._settled if pending is not None else bool(self._in_hand):
+            with self._lock:
+                heard = self._pump(min(0.5, deadline - time.monotonic()))
+            if not heard and time.monotonic() >= deadline:
+                if timeout_s is not None:
+                    raise TimeoutError(f"save {pending or 'in hand'} was not durable within {timeout_s:g} s")
+                raise CoordinationError(f"waited {limit:g} s for saves to become durable: {self._what_is_stuck()}")
+
+    def _what_is_stuck(self) -> str:
+        work = ", ".join(self._in_hand) or "anything"
+        return f"writer process {self.writer_pid} is alive but has not finished {work}; is {self._repository.store.describe()} hung?"
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Handle one event of the writer, waiting for it up to `timeout_s`; False when none came."""
+        process = self._process
+        if process is None:
+            return False
+        watched: list[Any] = [process.channel] if process.pidfd is None else [process.channel, process.pidfd]
+        ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
+        if process.channel in ready:
+            try:
+                event, _ = process.channel.receive()
+            except PeerGone:
+                self._writer_ended()
+                return True
+            self._handle(event)
+            return True
+        if ready or process.popen.poll() is not None:
+            self._writer_ended()
+            return True
+        return False
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "ready" and self._process is not None:
+            self._process.ready = True
+        elif kind == "published":
+            body, seal = event["body"], event["seal"]
+            self._settle(event["id"], commit=Commit.from_body(body, seal=seal, where=event["id"]), durable_s=event["durable_s"])
+        elif kind == "failed":
+            self._settle(event["id"], error=from_wire(event["error"]))
+        elif kind == "fatal":
+            self._writer_ended(from_wire(event["error"]))
+
+    def _settle(
+        self, commit_id: str, *, commit: Commit | None = None, error: SyckptError | None = None, durable_s: float | None = None
+    ) -> None:
+        entry = self._in_hand.pop(commit_id)
+        if commit is not None:
+            stats = {**commit.stats, "stall_s": entry.stall_s}
+            if durable_s is not None:
+                stats["durable_s"] = entry.stall_s + durable_s
+            commit = replace(commit, stats=stats)
+            if self._hold is not None:
+                self._hold = replace(self._hold, tip=commit.id)
+        entry.pending._commit, entry.pending._error = commit, error
+        self._on_settled(entry.pending, commit, error)
+
+    # -- the process -------------------------------------------------------------------------------------------------
+
+    def _ensure_writer(self) -> None:
+        """Start another writer where the last one died. The branch is opened anew: the dead one may have published a save or not."""
+        if self._process is None:
+            assert self._hold is not None
+            head, _ = newest_readable(self._repository, self._hold.branch)
+            self._hold = self._reopen(head.commit if head else None)
+            self._start()
+
+    def _start(self) -> None:
+        assert self._hold is not None
+        ours, theirs = socket.socketpair()
+        me = watch_process(os.getpid())
+        passed = [theirs.fileno()] if me is None else [theirs.fileno(), me]
+        path = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "syckpt.checkpoint.writer", str(theirs.fileno()), "-" if me is None else str(me)],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+                # From "/", `-m` finds syckpt by this path alone, and nothing in the user's directory shadows a module.
+                cwd="/",
+                env=topology.child_environment(PYTHONPATH=path, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
+                # Launchers kill process groups; the writer has to outlive its trainer.
+                start_new_session=True,
+            )
+        except OSError as exc:
+            raise WriterDied(f"the writer process could not be started: {exc}") from exc
+        finally:
+            theirs.close()
+            if me is not None:
+                os.close(me)
+        channel = Channel(ours)
+        self._process = _Process(popen, channel, watch_process(popen.pid))
+        settings, hold = self._settings, self._hold
+        start = {
+            "op": "start",
+            "store": settings.spec.to_wire(),
+            "branch": hold.branch,
+            "run": hold.run,
+            "generation": hold.generation,
+            "number": hold.number,
+            "tip": hold.tip,
+            "token": settings.token,
+            "trainer": vars(owner.this_process()),
+            "compression": settings.compression,
+            "keyframe_every": settings.keyframe_every,
+            "threads": settings.threads,
+        }
+        try:
+            channel.send(start)
+        except PeerGone:
+            self._writer_ended()
+
+    def _writer_ended(self, cause: SyckptError | None = None) -> None:
+        """Account for every save in hand of a writer that is no more: published, as the records show, or lost."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        code = self._reap(process)
+        published = self._published() if self._in_hand else {}
+        for commit_id in list(self._in_hand):
+            if commit_id in published:
+                self._settle(commit_id, commit=published[commit_id])
+            else:
+                how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+                why = f"writer process {process.popen.pid} ended ({how}) before save {commit_id} was durable; the next save starts another"
+                self._settle(commit_id, error=cause or WriterDied(why))
+
+    @staticmethod
+    def _reap(process: _Process) -> int | None:
+        process.channel.close()
+        try:
+            code: int | None = process.popen.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            code = None
+        if process.pidfd is not None:
+            os.close(process.pidfd)
+        return code
+
+    def _published(self) -> dict[str, Commit]:
+        """Return those of the saves in hand that the branch's records name."""
+        assert self._hold is not None
+        found: dict[str, Commit] = {}
+        ref = f"heads/{self._hold.branch}"
+        try:
+            for number in reversed(self._repository.refs.numbers(ref)):
+                record = self._repository.refs.read(ref, number)
+                if record.commit in self._in_hand and record.commit is not None:
+                    found[record.commit] = self._repository.read_commit(record.commit, seal=record.commit_seal)
+                if record.generation < self._hold.generation:
+                    break
+        except SyckptError as exc:
+            _log.warning("cannot tell which saves the writer that died had finished: %s", exc)
+        return found
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the saves in hand, end the writer and free the slots. Raises: CoordinationError when it takes too long."""
+        if self._pid != os.getpid():
+            return  # A forked child: the saver is its parent's.
+        try:
+            self.wait_for(None, timeout_s=timeout_s)
+            process = self._process
+            if process is not None:
+                self._say_goodbye(process)
+        finally:
+            for slot in self._slots:
+                slot.close()
+            self._slots.clear()
+
+    def _say_goodbye(self, process: _Process) -> None:
+        with self._lock:
+            try:
+                process.channel.send({"op": "close"})
+            except PeerGone:
+                _log.debug("the writer has ended already")
+            try:
+                process.popen.wait(timeout=self._settings.timeout_s)
+            except subprocess.TimeoutExpired:
+                _log.warning("writer process %d does not end; it is left to itself", process.popen.pid)
+            self._process = None
+            self._reap(process)

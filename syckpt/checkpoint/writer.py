@@ -1,0 +1,263 @@
+"""The writer: one long-lived, torch-free process a rank, which turns staged memory into commits.
+
+Run by the trainer as `python -m syckpt.checkpoint.writer SOCKET_FD PIDFD`. It has a session of its own, since launchers kill process
+groups, and ignores SIGINT, SIGTERM and SIGHUP: what was handed over completes, also when the trainer is killed. It ends when the
+trainer says so or is gone, after the last save in hand. It sees its trainer end by a pidfd, not by the socket: forked DataLoader workers
+inherit the socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from syckpt.checkpoint.wire import Channel, PeerGone
+from syckpt.errors import SyckptError, to_wire
+from syckpt.objects import nodes
+from syckpt.objects.commit import Commit
+from syckpt.objects.refs import Lease, Owner
+from syckpt.repo import leases, owner
+from syckpt.repo.packing import Packer, Staged
+from syckpt.repo.reader import Reader
+from syckpt.repo.repository import Repository
+from syckpt.repo.transaction import Hold, Transaction, recover
+from syckpt.stores.base import StoreSpec
+
+_log = logging.getLogger("syckpt")
+
+
+@dataclass(frozen=True)
+class _Mail:
+    message: dict[str, Any]
+    fd: int | None
+
+
+class _Inbox:
+    """Receives on a thread, so that the trainer never waits for a writer at work; ends with None when no more can come."""
+
+    def __init__(self, channel: Channel, pidfd: int | None) -> None:
+        self._channel = channel
+        self._pidfd = pidfd
+        self._parent = os.getppid()
+        self.queue: queue.SimpleQueue[_Mail | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="syckpt-inbox", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while self._readable():
+                message, fd = self._channel.receive()
+                self.queue.put(_Mail(message, fd))
+                if message["op"] == "close":
+                    return
+        except PeerGone as exc:
+            _log.debug("the trainer is gone: %s", exc)
+        finally:
+            self.queue.put(None)
+
+    def _readable(self) -> bool:
+        """Wait for a message; False when the trainer has ended and left none."""
+        watched: list[Any] = [self._channel] if self._pidfd is None else [self._channel, self._pidfd]
+        while True:
+            ready, _, _ = select.select(watched, [], [], None if self._pidfd is not None else 1.0)
+            if self._channel in ready:
+                return True
+            if ready or os.getppid() != self._parent:
+                return False
+
+
+class _Renewal:
+    """Renews the lease until stopped."""
+
+    def __init__(self, repository: Repository, lease: Lease) -> None:
+        self._repository = repository
+        self._lease = lease
+        self._stop = threading.Event()
+        self._renew()
+        threading.Thread(target=self._run, name="syckpt-lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        try:
+            leases.write(self._repository, replace(self._lease, expires_ns=time.time_ns() + int(leases.LEASE_S * 1e9)))
+        except SyckptError as exc:
+            # A hint: the records decide who may publish.
+            _log.warning("the lease on %s could not be renewed: %s", self._lease.branch, exc)
+
+    def _run(self) -> None:
+        while not self._stop.wait(leases.RENEW_S):
+            self._renew()
+
+    def stop(self) -> None:
+        """Stop and give the lease back."""
+        self._stop.set()
+        try:
+            leases.release(self._repository, self._lease.branch, token=self._lease.token)
+        except SyckptError as exc:
+            _log.warning("the lease on %s could not be given back; it runs out by itself: %s", self._lease.branch, exc)
+
+
+class _Writer:
+    """Handles one message after the other."""
+
+    def __init__(self, channel: Channel, start: dict[str, Any]) -> None:
+        self._channel = channel
+        self._start = start
+        self._repository = Repository.open(StoreSpec.from_wire(start["store"]))
+        self._reader = Reader(self._repository, threads=1)
+        self._hold = Hold(start["branch"], start["run"], start["generation"], start["number"], start["tip"])
+        self._owner = owner.this_process()
+        trainer = Owner.from_body(start["trainer"], where="the trainer's start message")
+        lease = Lease(self._hold.branch, self._hold.run, self._hold.generation, start["token"], trainer, self._owner, 0)
+        self._renewal = _Renewal(self._repository, lease)
+        self._packer = Packer(
+            self._reader,
+            rank=0,
+            world_size=1,
+            compression=start["compression"],
+            keyframe_every=start["keyframe_every"],
+            threads=start["threads"],
+        )
+        self._slots: dict[int, mmap.mmap] = {}
+        self._failed: dict[str, str | None] = {}
+        """Saves that came to nothing, and the save or commit that each was to follow."""
+        self._newest: Commit | None = None
+        self._recovered = False
+
+    def handle(self, mail: _Mail) -> None:
+        message = mail.message
+        if message["op"] == "slot":
+            assert mail.fd is not None
+            self._slots[message["index"]] = mmap.mmap(mail.fd, message["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ)
+            os.close(mail.fd)
+        elif message["op"] == "save":
+            self._save(message)
+
+    def _save(self, message: dict[str, Any]) -> None:
+        begun = time.perf_counter()
+        try:
+            commit = self._commit(message, begun)
+        except Exception as exc:  # noqa: BLE001 - whatever it was, the trainer is told, and the next save is tried
+            if not isinstance(exc, SyckptError):
+                _log.exception("save %s failed", message["id"])
+            self._packer.failed()
+            self._failed[message["id"]] = message["after"]
+            self._tell({"event": "failed", "id": message["id"], "error": to_wire(exc)})
+            return
+        durable_s = time.perf_counter() - begun
+        self._tell({"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        try:
+            self._channel.send(event)
+        except PeerGone:
+            _log.debug("no trainer is left to hear of %s", event["event"])
+
+    def _commit(self, message: dict[str, Any], begun: float) -> Commit:
+        if not self._recovered:
+            for dropped in recover(self._repository, self._hold):
+                _log.info("save %s was cut off by a crash; what it left behind is removed", dropped)
+            self._recovered = True
+        parent = self._parent(message["after"])
+        uses = () if parent is None else (parent.id,)
+        transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
+        try:
+            table = message["tensors"]
+            staged = [
+                Staged(tuple(path), dtype, tuple(shape), None, offset)
+                for path, dtype, shape, offset in zip(table["path"], table["dtype"], table["shape"], table["offset"], strict=True)
+            ]
+            memory = memoryview(self._slots[message["slot"]]) if staged else memoryview(b"")
+            packed = self._packer.pack(
+                message["id"], parent=parent, staged=staged, memory=memory, items=message["items"], rng=message["rng"]
+            )
+            commit = self._describe(message, parent, packed.manifest_seal, packed.stats, begun)
+            self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=[packed.locations])
+        except BaseException:
+            try:
+                transaction.abort()
+            except SyckptError as exc:
+                _log.warning("what save %s left behind could not be removed; the next opening of the branch does: %s", message["id"], exc)
+            raise
+        self._packer.published()
+        self._newest = commit
+        return commit
+
+    def _parent(self, after: str | None) -> Commit | None:
+        """Return the newest published ancestor of the state: parents are fixed here, in queue order."""
+        while after in self._failed:
+            after = self._failed[after]
+        if after is None:
+            return None
+        if self._newest is None or self._newest.id != after:
+            self._newest = self._repository.read_commit(after)
+        return self._newest
+
+    def _describe(self, message: dict[str, Any], parent: Commit | None, seal: str, stats: dict[str, Any], begun: float) -> Commit:
+        meta = message["meta"]
+        figures = {**meta["stats"], **stats, "writer_s": time.perf_counter() - begun}
+        return Commit(
+            id=message["id"],
+            parents=() if parent is None else (parent.id,),
+            parent_seals=() if parent is None else (parent.seal,),
+            branch=self._hold.branch,
+            step=meta["step"],
+            epoch=meta["epoch"],
+            batch_idx=meta["batch_idx"],
+            epoch_done=meta["epoch_done"],
+            entered=meta["entered"],
+            metric=nodes.decode(meta["metric"]),
+            message=meta["message"],
+            config=nodes.decode(meta["config"]),
+            created_ns=int(meta["created_ns"]),
+            world_size=1,
+            tags=tuple(meta["tags"]),
+            name=meta["name"],
+            fingerprint=meta["fingerprint"],
+            writer=meta["writer"],
+            run_id=self._hold.run,
+            generation=self._hold.generation,
+            sequence=meta["sequence"],
+            rng_exact=meta["rng_exact"],
+            stats={name: round(value, 6) if isinstance(value, float) else value for name, value in figures.items()},
+            manifests=((0, seal),),
+        )
+
+    def close(self) -> None:
+        self._packer.close()
+        self._renewal.stop()
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the trainer at the other end of the socket until it is done or gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="[syckpt writer] %(message)s", stream=sys.stderr)
+    channel = Channel(socket.socket(fileno=int(arguments[0])))
+    pidfd = int(arguments[1]) if arguments[1] != "-" else None
+    inbox = _Inbox(channel, pidfd)
+    first = inbox.queue.get()
+    if first is None:
+        return 0
+    try:
+        writer = _Writer(channel, first.message)
+    except SyckptError as exc:
+        channel.send({"event": "fatal", "error": to_wire(exc)})
+        return 1
+    channel.send({"event": "ready"})
+    while (mail := inbox.queue.get()) is not None and mail.message["op"] != "close":
+        writer.handle(mail)
+    writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

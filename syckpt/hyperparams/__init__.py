@@ -1,0 +1,1 @@
+"""Hyperparameters: a typed, nested mapping, and its locality-sensitive fingerprint. Free of torch."""

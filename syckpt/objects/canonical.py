@@ -1,0 +1,120 @@
+"""Canonical JSON and sealed documents (FORMAT.md, section 3): one value, one text, one digest."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from blake3 import blake3
+
+from syckpt.errors import FormatError, IntegrityError, StateError
+
+__all__ = ["MAX_DOCUMENT_NBYTES", "MAX_SAFE_INT", "dumps", "loads", "seal", "unseal"]
+
+MAX_DOCUMENT_NBYTES = 256 << 20
+MAX_SAFE_INT = 2**53 - 1
+_MAX_DEPTH = 512
+
+_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, sort_keys=True, separators=(",", ":")).encode
+
+
+def dumps(value: Any) -> bytes:
+    """Return the canonical text of a JSON value.
+
+    Raises: StateError for what canonical JSON cannot say (NaN, infinities, integers beyond 2^53, other types).
+    """
+    try:
+        return _encode(value).encode("ascii")
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise StateError(f"not a canonical JSON value: {exc}") from exc
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 17 or abs(value := int(text)) > MAX_SAFE_INT:
+        raise ValueError(f"integer {text[:20]} is beyond 2^53")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"float {text[:30]} is not finite")
+    return value
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_BRACKET = re.compile(rb"[\[\]{}]")
+
+
+def _check_depth(data: bytes) -> None:
+    # Counted before parsing: the parser recurses, and a hostile file must not reach the end of the stack.
+    depth = 0
+    for found in _BRACKET.finditer(_STRING.sub(b"", data)):
+        depth += 1 if found[0] in b"[{" else -1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+
+
+def loads(data: bytes) -> Any:
+    """Parse JSON text strictly: no duplicate keys, no NaN, bounded size and depth.
+
+    Raises: ValueError, always, whatever is wrong with the text.
+    """
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise ValueError(f"{len(data)} bytes are more than the {MAX_DOCUMENT_NBYTES} allowed")
+    if data.count(b"[") + data.count(b"{") > _MAX_DEPTH:
+        _check_depth(data)
+    return json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_int=_integer, parse_float=_float, parse_constant=_refuse)
+
+
+def digest_of(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def seal(body: dict[str, Any]) -> tuple[bytes, str]:
+    """Return the sealed document of a body, and its seal (64 hex digits)."""
+    text = dumps(body)
+    mark = digest_of(text)
+    return b'{"body":' + text + b',"seal":"' + mark.encode() + b'"}\n', mark
+
+
+def unseal(data: bytes, *, key: str, kind: str, seal: str | None = None) -> tuple[dict[str, Any], str]:
+    """Check a sealed document and return its body and seal.
+
+    `key` names it in errors; `seal`, when given, is what whoever points here expects.
+    Raises: IntegrityError (damaged, or another document than expected), FormatError (a newer version).
+    """
+    tail = b',"seal":"'
+    cut = len(data) - 64 - len(b'"}\n')
+    head = cut - len(tail)
+    if head < 8 or data[:8] != b'{"body":' or data[head:cut] != tail or data[-3:] != b'"}\n':
+        raise IntegrityError(f"{key}: not a sealed document ({len(data)} bytes); run `syckpt verify`")
+    text, found = data[8:head], data[cut:-3].decode("latin-1")
+    actual = digest_of(text)
+    if actual != found:
+        raise IntegrityError(f"{key}: damaged: its seal is {found[:16]}.., its bytes digest to {actual[:16]}..")
+    if seal is not None and seal != actual:
+        raise IntegrityError(f"{key}: another document than expected: seal {actual[:16]}.., expected {seal[:16]}..")
+    try:
+        body = loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise IntegrityError(f"{key}: malformed: {exc}") from exc
+    if not isinstance(body, dict) or body.get("kind") != kind:
+        found_kind = body.get("kind") if isinstance(body, dict) else type(body).__name__
+        raise IntegrityError(f"{key}: expected a {kind}, found {found_kind!r}")
+    if body.get("version") != 1:
+        raise FormatError(f"{key}: {kind} version {body.get('version')!r}; this syckpt reads version 1: upgrade it")
+    return body, actual

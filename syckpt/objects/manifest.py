@@ -1,0 +1,133 @@
+"""Manifests: what one rank saved, by content alone (FORMAT.md, section 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from syckpt.objects import address as addresses
+from syckpt.objects.box import Box
+from syckpt.objects.checks import Fields
+from syckpt.objects.dtypes import DTYPES, Dtype, dtype
+
+__all__ = ["Entry", "Manifest"]
+
+PathKey = Any  # a string, an integer, or {"key": text}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One box's values: path, element type, global shape, box (None: the whole tensor), content address (32 bytes)."""
+
+    path: tuple[PathKey, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box | None
+    address: bytes
+
+    @property
+    def kind(self) -> Dtype:
+        return dtype(self.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the values that are stored, in elements."""
+        return self.shape if self.box is None else self.box.sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of those values."""
+        return prod(self.sizes) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One rank's entries, and the structure around them as nodes: `items` by item name, and the `rng` streams."""
+
+    rank: int
+    world_size: int
+    entries: tuple[Entry, ...]
+    items: dict[str, Any] = field(hash=False)
+    rng: Any = field(hash=False)
+
+    def distinct(self) -> list[bytes]:
+        """Addresses in order of first appearance; `Locations.at` is aligned with it."""
+        return list(dict.fromkeys(entry.address for entry in self.entries))
+
+    def to_body(self) -> dict[str, Any]:
+        return {
+            "kind": "manifest",
+            "version": 1,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "tensors": {
+                "path": [list(e.path) for e in self.entries],
+                "dtype": [e.dtype for e in self.entries],
+                "shape": [list(e.shape) for e in self.entries],
+                "box": [None if e.box is None else [list(e.box.offsets), list(e.box.sizes)] for e in self.entries],
+                "address": [addresses.to_text(e.address) for e in self.entries],
+            },
+            "items": self.items,
+            "rng": self.rng,
+        }
+
+    @staticmethod
+    def from_body(body: dict[str, Any], *, where: str) -> Manifest:
+        """Read a manifest's body. Raises: IntegrityError, FormatError (an unknown dtype)."""
+        fields = Fields(body, where=where)
+        columns = fields.columns("tensors", "path", "dtype", "shape", "box", "address")
+        entries = tuple(_entry(fields, *row) for row in zip(*columns, strict=True))
+        return Manifest(
+            rank=fields.integer("rank"),
+            world_size=fields.integer("world_size", least=1),
+            entries=entries,
+            items=fields.mapping("items"),
+            rng=fields.raw("rng"),
+        )
+
+
+_MAX_ELEMENTS = 1 << 50
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > 64 or any(type(n) is not int or n < 0 for n in value):
+        raise ValueError(f"not a shape: {str(value)[:60]}")
+    if prod(value) > _MAX_ELEMENTS:
+        raise ValueError(f"absurd shape {str(value)[:60]}")
+    return tuple(value)
+
+
+def _path(value: Any) -> tuple[PathKey, ...]:
+    def good(key: Any) -> bool:
+        return isinstance(key, str) or type(key) is int or (isinstance(key, dict) and list(key) == ["key"] and isinstance(key["key"], str))
+
+    if not isinstance(value, list) or not value or not all(good(key) for key in value):
+        raise ValueError(f"not a path: {str(value)[:60]}")
+    return tuple(value)
+
+
+def _box(value: Any, shape: tuple[int, ...]) -> Box | None:
+    if value is None:
+        return None
+    offsets, sizes = value
+    box = Box(_sizes(offsets), _sizes(sizes))
+    if not box.within(shape):
+        raise ValueError(f"box {value} is not within {shape}")
+    return box
+
+
+def _address(text: Any) -> bytes:
+    digest = addresses.from_text(text)
+    if len(digest) != 32:
+        raise ValueError(f"not an address: {str(text)[:60]}")
+    return digest
+
+
+def _entry(fields: Fields, path: Any, name: Any, shape: Any, box: Any, digest: Any) -> Entry:
+    # Interned columns: a manifest of 10,000 tensors repeats a few dtypes; dtype() raises FormatError for unknown ones.
+    try:
+        whole = _sizes(shape)
+        return Entry(_path(path), dtype(name).name, whole, _box(box, whole), _address(digest))
+    except (ValueError, TypeError, AttributeError) as exc:
+        return fields.fail(f"tensor {str(path)[:80]}: {exc}")  # type: ignore[no-any-return]

@@ -1,0 +1,225 @@
+"""Verified reading of tensors: rows -> blocks -> the caller's memory.
+
+Each block is decoded and checked in a buffer that fits the cache, and only then copied: the target holds old or exact bytes, never
+wrong ones. Blocks are independent, so a pool of threads reads them; hashing, zstd and the copies release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from syckpt import codecs
+from syckpt.errors import IntegrityError
+from syckpt.objects import address as addresses
+from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
+from syckpt.objects.commit import Commit
+from syckpt.objects.locations import BlobRecord, Locations, Row, Source
+from syckpt.objects.manifest import Entry, Manifest
+from syckpt.repo.repository import Repository
+
+__all__ = ["Place", "Reader", "Snapshot"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes are: a row, the blob that it is in, and the place of its base."""
+
+    blob: BlobRecord
+    row: Row
+    base: Place | None
+    owner: str
+    """Commit whose rows these are."""
+    number: int
+    """Which of them."""
+
+    def block_range(self, index: int) -> tuple[int, int]:
+        """Return offset (in the file) and stored length of block `index`."""
+        row = self.row
+        if not row.coded:
+            begin = index * BLOCK_NBYTES
+            return row.offset + begin, min(BLOCK_NBYTES, row.nbytes - begin)
+        if not row.blocks:
+            return row.offset, row.length
+        return row.offset + sum(row.blocks[:index]), row.blocks[index]
+
+    def leaf(self, index: int) -> bytes | None:
+        """Return the recorded digest of block `index`; None for a tensor of one block, which its address binds."""
+        return self.row.leaves[index * LEAF_NBYTES : (index + 1) * LEAF_NBYTES] or None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A commit's content on one rank, with the places of its entries (aligned with `manifest.entries`)."""
+
+    commit: Commit
+    manifest: Manifest
+    locations: Locations
+    places: tuple[Place, ...]
+
+
+class _Buffers(threading.local):
+    """A thread's reused memory: faulting fresh pages for every block costs more than hashing it."""
+
+    def __init__(self) -> None:
+        self.stored = bytearray(BLOCK_NBYTES + 4096)
+        self.block = bytearray(BLOCK_NBYTES)
+        self.base = bytearray(BLOCK_NBYTES)
+
+
+class Reader:
+    """Reads tensors of a repository. Caches locations; safe to use from several threads."""
+
+    def __init__(self, repository: Repository, *, threads: int | None = None) -> None:
+        self.repository = repository
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._tables: dict[Source, Locations] = {}
+        self._buffers = _Buffers()
+        self.bytes_read = 0
+        """Stored bytes asked of the byte store so far."""
+        self._lock = threading.Lock()
+
+    def snapshot(self, commit: Commit, rank: int = 0) -> Snapshot:
+        """Return a rank's manifest and the places of its entries. Raises: IntegrityError, NotFoundError, FormatError."""
+        manifest = self.repository.read_manifest(commit, rank)
+        locations = self.table((commit.id, rank))
+        where = f"objects/{commit.id}/r{rank:05d}.locations.{locations.revision:04d}"
+        distinct = manifest.distinct()
+        if locations.manifest_seal != dict(commit.manifests)[rank] or len(locations.at) != len(distinct):
+            raise IntegrityError(f"{where}: belongs to another manifest")
+        by_address = {digest: self.place(locations, *at) for digest, at in zip(distinct, locations.at, strict=True)}
+        places = tuple(by_address[entry.address] for entry in manifest.entries)
+        for entry, place in zip(manifest.entries, places, strict=True):
+            if entry.nbytes != place.row.nbytes or (place.row.coded and place.row.width != entry.kind.width):
+                raise IntegrityError(
+                    f"{where}: {entry.path} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says {entry.nbytes}"
+                )
+        return Snapshot(commit, manifest, locations, places)
+
+    def place(self, locations: Locations, source: int, row: int) -> Place:
+        """Return the place that `(source, row)` means in these locations. Raises: IntegrityError."""
+        owner = locations if source == 0 else self.table(locations.source(source))
+        if row >= len(owner.rows):
+            raise IntegrityError(f"locations of {locations.commit}: no row {row} in those of {owner.commit}")
+        found = owner.rows[row]
+        base = None
+        if found.base is not None:
+            base = self.place(owner, *found.base)
+            if base.row.base is not None or base.row.nbytes != found.nbytes:
+                raise IntegrityError(f"locations of {owner.commit}: the base of row {row} is a delta or of another size")
+        return Place(owner.blobs[found.blob], found, base, owner.commit, row)
+
+    def table(self, source: Source) -> Locations:
+        """Return the locations of `(commit id, rank)`. Raises: IntegrityError."""
+        with self._lock:
+            table = self._tables.get(source)
+        if table is None:
+            table = self.repository.read_locations(*source)
+            with self._lock:
+                self._tables[source] = table
+        return table
+
+    def place_of(self, source: Source, row: int) -> Place:
+        """Return the place of a row of `(commit id, rank)`. Raises: IntegrityError."""
+        return self.place(self.table(source), 0, row)
+
+    def remember(self, locations: Locations) -> None:
+        """Put freshly written locations into the cache."""
+        with self._lock:
+            self._tables[locations.commit, locations.rank] = locations
+
+    def read(self, requests: Sequence[tuple[Entry, Place, memoryview]]) -> None:
+        """Fill each request's writable byte buffer (of `entry.nbytes`) with the entry's verified raw bytes.
+
+        Raises: IntegrityError naming file, tensor and block; what was filled by then holds exact bytes.
+        """
+        work: list[Callable[[], None]] = []
+        for entry, place, out in requests:
+            self._check_leaves(entry, place)
+            blocks = range(addresses.block_count(entry.nbytes))
+            work += [self._task(entry, place, index, out) for index in blocks]
+        if len(work) <= 1 or self._threads == 1:
+            for task in work:
+                task()
+            return
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="syckpt-read") as pool:
+            futures = [pool.submit(_run, chunk) for chunk in _chunks(work, self._threads * 8)]
+            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in pending:
+                future.cancel()
+            for future in done:
+                future.result()
+
+    def check(self, entry: Entry, place: Place) -> None:
+        """Read and verify a tensor, keeping nothing. Raises: IntegrityError."""
+        self._check_leaves(entry, place)
+        for index in range(addresses.block_count(entry.nbytes)):
+            self.read_block(entry, place, index)
+
+    def _task(self, entry: Entry, place: Place, index: int, out: memoryview) -> Callable[[], None]:
+        begin = index * BLOCK_NBYTES
+
+        def run() -> None:
+            block = self.read_block(entry, place, index)
+            out[begin : begin + len(block)] = block
+
+        return run
+
+    def read_block(self, entry: Entry, place: Place, index: int) -> memoryview:
+        """Return the verified raw bytes of one block, in this thread's buffer: valid until its next call."""
+        out = memoryview(self._buffers.block)[: min(BLOCK_NBYTES, entry.nbytes - index * BLOCK_NBYTES)]
+        base = None
+        if place.base is not None:
+            base = memoryview(self._buffers.base)[: len(out)]
+            self._decode(place.base, index, out=base, base=None)
+        self._decode(place, index, out=out, base=base)
+        digest = addresses.leaf(out)
+        recorded = place.leaf(index)
+        good = digest == recorded if recorded else addresses.address(entry.dtype, entry.sizes, digest) == entry.address
+        if not good:
+            raise IntegrityError(f"{_describe(entry, place, index)}: its bytes are not those that were saved; run `syckpt verify`")
+        return out
+
+    def _check_leaves(self, entry: Entry, place: Place) -> None:
+        # One block: the address is checked with the block itself.
+        many = addresses.block_count(entry.nbytes) != 1
+        if many and addresses.address(entry.dtype, entry.sizes, place.row.leaves) != entry.address:
+            raise IntegrityError(f"{_describe(entry, place, 0)}: the digests of its blocks do not lead to its address")
+
+    def _decode(self, place: Place, index: int, *, out: memoryview, base: memoryview | None) -> None:
+        offset, length = place.block_range(index)
+        with self._lock:
+            self.bytes_read += length
+        if not place.row.coded:
+            self.repository.store.readinto(place.blob.key, out, offset=offset)
+            return
+        if length > len(out) + 64:
+            raise IntegrityError(f"{place.blob.key}: block {index} of row {place.number}: {length} stored bytes for {len(out)}")
+        stored = memoryview(self._buffers.stored)[:length]
+        self.repository.store.readinto(place.blob.key, stored, offset=offset)
+        try:
+            codecs.decode_block(stored, out=out, width=place.row.width, base=base)
+        except IntegrityError as exc:
+            raise IntegrityError(
+                f"{place.blob.key}: row {place.number}, block {index} at byte {offset}: {exc}; run `syckpt verify`"
+            ) from exc
+
+
+def _run(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
+
+
+def _chunks(work: list[Callable[[], None]], count: int) -> Iterator[list[Callable[[], None]]]:
+    size = max(1, -(-len(work) // count))
+    for begin in range(0, len(work), size):
+        yield work[begin : begin + size]
+
+
+def _describe(entry: Entry, place: Place, index: int) -> str:
+    path = "/".join(str(key) for key in entry.path)
+    base = f" (base in {place.base.blob.key})" if place.base else ""
+    return f"{place.blob.key}{base}: tensor {path}, block {index}"

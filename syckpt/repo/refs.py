@@ -1,0 +1,142 @@
+"""Refs over a store: numbered, create-only records (FORMAT.md, sections 2.6 and 9). The highest one is the truth, all are the reflog."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError
+from syckpt.objects import ids
+from syckpt.objects.refs import RefRecord
+from syckpt.repo import documents
+from syckpt.stores.base import Store
+
+__all__ = ["CLASSES", "Refs"]
+
+CLASSES = ("heads", "tags", "names")
+_RECORD = re.compile(r"(\d{12})\.json")
+
+
+class Refs:
+    """Reads and moves refs. A ref is named `heads/<branch>`, `tags/<tag>` or `names/<name>`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @staticmethod
+    def _prefix(ref: str) -> str:
+        kind, _, name = ref.partition("/")
+        return f"logs/refs/{kind}/{ids.key_component(name)}/"
+
+    def key(self, ref: str, number: int) -> str:
+        """Return the key of a record."""
+        return f"{self._prefix(ref)}{number:012d}.json"
+
+    def numbers(self, ref: str) -> list[int]:
+        """Return the numbers of a ref's records, ascending. Raises: IntegrityError when one is missing in between."""
+        prefix = self._prefix(ref)
+        found = [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))]
+        if found and found[-1] - found[0] + 1 != len(found):
+            missing = sorted(set(range(found[0], found[-1])) - set(found))
+            raise IntegrityError(f"{self.key(ref, missing[0])}: missing, while later records of {ref} exist: a record was lost")
+        return found
+
+    def read(self, ref: str, number: int) -> RefRecord:
+        """Return one record. Raises: NotFoundError, IntegrityError."""
+        key = self.key(ref, number)
+        body, _ = documents.read(self._store, key, kind="ref")
+        record = RefRecord.from_body(body, where=key)
+        if (record.ref, record.number) != (ref, number):
+            raise IntegrityError(f"{key}: is record {record.number} of {record.ref}, expected {number} of {ref}")
+        return record
+
+    def head(self, ref: str) -> RefRecord | None:
+        """Return the newest record, or None for a ref that never was.
+
+        Raises: IntegrityError when it is damaged, or when the copy for people shows that a newer one was lost.
+        """
+        numbers = self.numbers(ref)
+        newest = self.read(ref, numbers[-1]) if numbers else None
+        self._check_copy(ref, newest, numbers)
+        return newest
+
+    def _check_copy(self, ref: str, newest: RefRecord | None, numbers: list[int]) -> None:
+        if not ref.startswith("heads/"):
+            return
+        key = f"refs/{ref.partition('/')[0]}/{ids.key_component(ref.partition('/')[2])}"
+        try:
+            copy = self._store.get(key).decode("ascii", "replace").strip()
+        except NotFoundError:
+            return
+        # The copy follows the records, so it may lag (a kill in between); it can name nothing that no record names.
+        if newest is not None and copy == (newest.commit or ""):
+            return
+        if not any(self.read(ref, number).commit == copy for number in reversed(numbers)):
+            raise IntegrityError(
+                f"{key}: names {copy[:40]!r}, which no record in logs/refs/{ref}/ names: a record was lost or this file is damaged;"
+                f" if `syckpt log` shows all you expect, delete {key}"
+            )
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the existing refs of a class, sorted."""
+        prefix = f"logs/refs/{kind}/"
+        components = {key[len(prefix) :].partition("/")[0] for key in self._store.list(prefix)}
+        return sorted(name for name in map(ids.name_of_component, components) if self.exists(f"{kind}/{name}"))
+
+    def exists(self, ref: str) -> bool:
+        """Whether a ref has records and was not deleted. A damaged newest record counts as existing."""
+        numbers = self.numbers(ref)
+        if not numbers:
+            return False
+        try:
+            return self.read(ref, numbers[-1]).reason != "delete"
+        except IntegrityError:
+            return True
+
+    def append(
+        self,
+        ref: str,
+        *,
+        after: int,
+        commit: str | None,
+        commit_seal: str | None,
+        previous: str | None,
+        generation: int,
+        run: str,
+        reason: str,
+    ) -> RefRecord:
+        """Create record `after + 1` and return it; durable on return.
+
+        Raises: ConflictError naming who was faster; StoreError.
+        """
+        record = RefRecord(
+            ref=ref,
+            number=after + 1,
+            commit=commit,
+            commit_seal=commit_seal,
+            previous=previous,
+            generation=generation,
+            run=run,
+            reason=reason,
+            time_ns=time.time_ns(),
+        )
+        try:
+            documents.write(self._store, self.key(ref, record.number), record.to_body())
+        except ConflictError:
+            there = self.read(ref, record.number)
+            if there != record:
+                raise ConflictError(
+                    f"{ref} was moved by another writer: record {there.number} is generation {there.generation} of run {there.run}"
+                    f" ({there.reason}, {there.commit}); this one is generation {generation} of run {run}: stop one of the two,"
+                    " or give this one its own branch=..."
+                ) from None
+        return record
+
+    def write_copy(self, record: RefRecord) -> None:
+        """Bring the copy for people up to a branch's record."""
+        kind, _, name = record.ref.partition("/")
+        key = f"refs/{kind}/{ids.key_component(name)}"
+        if record.commit is None:
+            self._store.delete(key)
+        else:
+            self._store.replace(key, record.commit.encode() + b"\n")

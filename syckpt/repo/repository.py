@@ -1,0 +1,198 @@
+"""A repository: commits, manifests and locations by id, refs by name. Torch-free; every read is checked against what points to it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+
+from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError
+from syckpt.objects.checks import Fields
+from syckpt.objects.commit import Commit
+from syckpt.objects.locations import Locations
+from syckpt.objects.manifest import Manifest
+from syckpt.repo import documents
+from syckpt.repo.refs import Refs
+from syckpt.stores.base import Store, StoreSpec, open_store
+
+__all__ = ["Repository"]
+
+_log = logging.getLogger("syckpt")
+_HEAD = re.compile(r"ref: refs/heads/(\S+)\n?")
+_MARKS = ("damaged", "dropped", "preempted")
+
+
+class Repository:
+    """An open repository. Use `Repository.open` or `Repository.create`."""
+
+    def __init__(self, store: Store, repository_id: str) -> None:
+        self.store = store
+        self.id = repository_id
+        self.refs = Refs(store)
+
+    @staticmethod
+    def open(spec: StoreSpec) -> Repository:
+        """Open an existing repository.
+
+        Raises: NotFoundError, IntegrityError, FormatError (a newer version or an unknown required feature).
+        """
+        store = open_store(spec)
+        try:
+            body, _ = documents.read(store, "format.json", kind="repository")
+        except NotFoundError:
+            raise NotFoundError(f"no syckpt repository at {store.describe()}: a training script with CheckpointManager makes one") from None
+        fields = Fields(body, where="format.json")
+        unknown = fields.texts("required")
+        if unknown or fields.text("digest") != "blake3":
+            raise FormatError(f"format.json: needs {unknown or fields.text('digest')}, which this syckpt does not know: upgrade it")
+        return Repository(store, fields.text("id"))
+
+    @staticmethod
+    def open_or_create(spec: StoreSpec) -> Repository:
+        """Open the repository, making it first where there is none. Two makers at once end up with the same one."""
+        try:
+            return Repository.open(spec)
+        except NotFoundError:
+            store = open_store(spec)
+            if store.list("objects/") or store.list("logs/"):
+                raise IntegrityError(f"{store.describe()} holds commits but no format.json: it was lost; restore it from a copy") from None
+        body = {"kind": "repository", "version": 1, "id": secrets.token_hex(16), "digest": "blake3", "required": [], "optional": []}
+        try:
+            documents.write(store, "format.json", body)
+        except ConflictError:
+            _log.debug("another process made %s first", store.describe())
+        return Repository.open(spec)
+
+    # -- documents ---------------------------------------------------------------------------------------------------
+
+    def read_commit(self, commit: str, *, seal: str | None = None) -> Commit:
+        """Return a commit with its marks. Raises: NotFoundError, IntegrityError."""
+        key = f"objects/{commit}.json"
+        try:
+            body, found = documents.read(self.store, key, kind="commit", seal=seal)
+        except NotFoundError:
+            raise NotFoundError(f"no commit {commit} in {self.store.describe()}") from None
+        read = Commit.from_body(body, seal=found, where=key)
+        if read.id != commit:
+            raise IntegrityError(f"{key}: holds commit {read.id}")
+        return read.marked(self.marks(commit))
+
+    def marks(self, commit: str) -> set[str]:
+        """Return the marks beside a commit."""
+        return {mark for mark in _MARKS if self.store.size(f"objects/{commit}.{mark}") is not None}
+
+    def mark(self, commit: str, mark: str, *, why: str) -> None:
+        """Put a mark beside a commit; one that is there already stays."""
+        try:
+            documents.write(self.store, f"objects/{commit}.{mark}", {"kind": "mark", "version": 1, "why": why})
+        except ConflictError:
+            _log.debug("%s is marked %s already", commit, mark)
+
+    def read_manifest(self, commit: Commit, rank: int) -> Manifest:
+        """Return a rank's manifest, checked against the commit. Raises: NotFoundError, IntegrityError, FormatError."""
+        seal = dict(commit.manifests).get(rank)
+        if seal is None:
+            raise NotFoundError(f"commit {commit.id} has no rank {rank}; it was saved by {commit.world_size}")
+        key = manifest_key(commit.id, rank)
+        try:
+            body, _ = documents.read(self.store, key, kind="manifest", seal=seal)
+        except NotFoundError:
+            raise IntegrityError(f"{key}: missing, though commit {commit.id} names it") from None
+        return Manifest.from_body(body, where=key)
+
+    def read_locations(self, commit: str, rank: int) -> Locations:
+        """Return the newest revision of a rank's locations. Raises: IntegrityError (missing or damaged)."""
+        prefix = f"objects/{commit}/r{rank:05d}.locations."
+        revisions = [key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)]
+        if not revisions:
+            raise IntegrityError(f"{prefix}*: missing: where the bytes of {commit} are is lost")
+        key = revisions[-1]
+        body, _ = documents.read(self.store, key, kind="locations")
+        read = Locations.from_body(body, where=key)
+        if (read.commit, read.rank) != (commit, rank):
+            raise IntegrityError(f"{key}: are the locations of {read.commit}, rank {read.rank}")
+        return read
+
+    # -- HEAD --------------------------------------------------------------------------------------------------------
+
+    def head_branch(self) -> str:
+        """Return the branch that HEAD names; `main` where there is no HEAD yet.
+
+        Raises: IntegrityError when HEAD is malformed, or names a branch without records while other branches have some.
+        """
+        try:
+            text = self.store.get("HEAD").decode("ascii", "replace")
+        except NotFoundError:
+            branch = "main"
+        else:
+            match = _HEAD.fullmatch(text)
+            if match is None:
+                raise IntegrityError(f"HEAD: expected 'ref: refs/heads/<branch>', found {text[:60]!r}; write that line, or name branch=...")
+            branch = match[1]
+        if not self.refs.exists(f"heads/{branch}") and (others := self.refs.names("heads")):
+            raise IntegrityError(
+                f"HEAD: names the branch {branch!r}, which has no records, while {', '.join(others[:5])} have some: HEAD is damaged"
+                " or records were lost; name branch=..., or correct HEAD"
+            )
+        return branch
+
+    def set_head(self, branch: str) -> None:
+        """Make a branch the default for openers that name none."""
+        self.store.replace("HEAD", f"ref: refs/heads/{branch}\n".encode())
+
+    # -- integrity ---------------------------------------------------------------------------------------------------
+
+    def check_whole(self, commit: Commit) -> None:
+        """Check a commit's structure, without reading tensors: every document, and every blob's presence and size.
+
+        Raises: IntegrityError naming the file; NotFoundError for a dropped commit.
+        """
+        if commit.dropped:
+            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log")
+        sizes: dict[str, int] = {}
+        tables: dict[tuple[str, int], Locations] = {}
+
+        def table(commit_id: str, rank: int) -> Locations:
+            if (commit_id, rank) not in tables:
+                tables[commit_id, rank] = self.read_locations(commit_id, rank)
+            return tables[commit_id, rank]
+
+        def need(locations: Locations, source: int, row: int) -> tuple[Locations, int]:
+            owner = table(*locations.source(source)) if source else locations
+            if row >= len(owner.rows):
+                raise IntegrityError(f"locations of {locations.commit}: no row {row} in those of {owner.commit}")
+            blob = owner.blobs[owner.rows[row].blob]
+            sizes[blob.key] = blob.size
+            return owner, row
+
+        for rank, seal in commit.manifests:
+            manifest = self.read_manifest(commit, rank)
+            locations = table(commit.id, rank)
+            if locations.manifest_seal != seal or len(locations.at) != len(manifest.distinct()):
+                raise IntegrityError(f"objects/{commit.id}/r{rank:05d}.locations: belong to another manifest")
+            for source, row in locations.at:
+                owner, number = need(locations, source, row)
+                base = owner.rows[number].base
+                if base is not None:
+                    need(owner, *base)
+        for key, size in sorted(sizes.items()):
+            found = self.store.size(key)
+            if found != size:
+                raise IntegrityError(
+                    f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; needed by {commit.id}"
+                )
+
+
+def manifest_key(commit: str, rank: int) -> str:
+    """Return the key of a rank's manifest."""
+    return f"objects/{commit}/r{rank:05d}.manifest"
+
+
+def locations_key(commit: str, rank: int, revision: int) -> str:
+    """Return the key of a revision of a rank's locations."""
+    return f"objects/{commit}/r{rank:05d}.locations.{revision:04d}"
+
+
+def blob_key(commit: str, rank: int) -> str:
+    """Return the key of a rank's blob."""
+    return f"objects/{commit}/r{rank:05d}.safetensors"

@@ -1,0 +1,218 @@
+"""From packed bytes to a visible commit: opening a branch, intents, publication, recovery (FORMAT.md, section 9).
+
+Order of one save: intent, blob, manifest, locations, commit, ref record. The ref record is the moment at which the save exists.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptError
+from syckpt.objects.commit import Commit
+from syckpt.objects.locations import Locations
+from syckpt.objects.refs import Intent, Owner, RefRecord
+from syckpt.repo import documents
+from syckpt.repo.reader import Reader
+from syckpt.repo.repository import Repository
+
+__all__ = ["Hold", "Transaction", "newest_readable", "open_branch", "recover"]
+
+_log = logging.getLogger("syckpt")
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A branch opened for writing: as of record `number`, at `tip`, by `generation`."""
+
+    branch: str
+    run: str
+    generation: int
+    number: int
+    tip: str | None
+
+
+def newest_readable(repository: Repository, branch: str) -> tuple[RefRecord | None, list[str]]:
+    """Return the newest undamaged record of a branch, and what is wrong with those after it. For automatic resumption."""
+    ref = f"heads/{branch}"
+    damage: list[str] = []
+    for number in reversed(repository.refs.numbers(ref)):
+        try:
+            return repository.refs.read(ref, number), damage
+        except IntegrityError as exc:
+            damage.append(str(exc))
+    if damage:
+        raise IntegrityError(f"no record of branch {branch!r} can be read: {damage[0]}")
+    return None, damage
+
+
+def open_branch(repository: Repository, branch: str, *, run: str, expected: str | None, start: Commit | None = None) -> Hold:
+    """Take the right to publish on a branch from every older holder, by an `open` record.
+
+    `expected` is the tip on which the caller builds; a branch without records begins at `start`.
+    Raises: ConflictError when the branch has moved on since.
+    """
+    ref = f"heads/{branch}"
+    head, damage = newest_readable(repository, branch)
+    tip = None if head is None else head.commit
+    if tip != expected:
+        raise ConflictError(
+            f"branch {branch!r} has moved on from {expected or 'empty'} to {tip or 'empty'} since this manager looked: run the script again"
+            " to go on from there, or give it its own branch=..."
+        )
+    number = 0 if head is None else head.number + len(damage)
+    forks = head is None and start is not None
+    record = repository.refs.append(
+        ref,
+        after=number,
+        commit=start.id if head is None and start is not None else tip,
+        commit_seal=(start.seal if start is not None else None) if head is None else head.commit_seal,
+        previous=tip,
+        # A damaged record may have been an `open` one: count each as a generation.
+        generation=1 if head is None else head.generation + len(damage) + 1,
+        run=run,
+        reason="create" if forks else "open",
+    )
+    if repository.store.size("HEAD") is None:
+        repository.set_head(branch)
+    return Hold(branch, run, record.generation, record.number, record.commit)
+
+
+class Transaction:
+    """One save under way. Create it before the first blob; then `publish`, or `abort`."""
+
+    def __init__(self, repository: Repository, commit: str, hold: Hold, *, uses: tuple[str, ...], owner: Owner) -> None:
+        self._repository = repository
+        self._commit = commit
+        self._hold = hold
+        intent = Intent(commit, hold.branch, hold.generation, hold.run, uses, owner)
+        documents.write(repository.store, _intent_key(commit), intent.to_body())
+
+    def publish(self, commit: Commit, *, hold: Hold, reader: Reader, locations: list[Locations]) -> tuple[Hold, Commit]:
+        """Make the commit visible, durably, and return the branch as it is now and the commit with its seal.
+
+        Raises: ConflictError (fenced, or moved by another), IntegrityError (a blob is gone), StoreError; then nothing is visible.
+        """
+        repository = self._repository
+        _check_present(reader, locations)
+        seal = documents.write(repository.store, f"objects/{commit.id}.json", commit.to_body())
+        sealed = Commit.from_body(commit.to_body(), seal=seal, where=commit.id)
+        ref = f"heads/{hold.branch}"
+        parent = commit.parents[0] if commit.parents else None
+        record = repository.refs.append(
+            ref,
+            after=hold.number,
+            commit=commit.id,
+            commit_seal=seal,
+            previous=hold.tip,
+            generation=hold.generation,
+            run=hold.run,
+            reason="save" if parent == hold.tip else "reset",
+        )
+        try:
+            _finish(repository, sealed, record)
+        except SyckptError as exc:
+            # Visible already: what is left is copies and names, which the next opening of the branch completes.
+            _log.warning("commit %s is saved; completing its names and copies failed: %s", commit.id, exc)
+        return Hold(hold.branch, hold.run, hold.generation, record.number, commit.id), sealed
+
+    def abort(self) -> None:
+        """Remove everything that the save wrote. Only before it is visible."""
+        _remove(self._repository, self._commit)
+
+
+def _intent_key(commit: str) -> str:
+    return f"intents/{commit}.json"
+
+
+def _check_present(reader: Reader, locations: list[Locations]) -> None:
+    """Publication's last look: every blob that the commit leads to is there, whole."""
+    sizes: dict[str, int] = {}
+    for own in locations:
+        for source, row in own.at:
+            place = reader.place(own, source, row)
+            sizes[place.blob.key] = place.blob.size
+            if place.base is not None:
+                sizes[place.base.blob.key] = place.base.blob.size
+    for key, size in sizes.items():
+        found = reader.repository.store.size(key)
+        if found != size:
+            raise IntegrityError(
+                f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size}: the save that needs it is given up"
+            )
+
+
+def _finish(repository: Repository, commit: Commit, record: RefRecord) -> None:
+    """Write what follows a visible commit: its name, its tags, the copy for people; then the intent goes."""
+    if commit.name is not None:
+        _point(repository, f"names/{commit.name}", commit)
+    for tag in commit.tags:
+        _point(repository, f"tags/{tag}", commit)
+    repository.refs.write_copy(record)
+    repository.store.delete(_intent_key(commit.id))
+
+
+def _point(repository: Repository, ref: str, commit: Commit) -> None:
+    head = repository.refs.head(ref)
+    if head is not None and head.commit == commit.id:
+        return
+    repository.refs.append(
+        ref,
+        after=head.number if head else 0,
+        commit=commit.id,
+        commit_seal=commit.seal,
+        previous=head.commit if head else None,
+        generation=commit.generation,
+        run=commit.run_id,
+        reason="create",
+    )
+
+
+def _remove(repository: Repository, commit: str) -> None:
+    # From the top down: what is left after a kill in between is still unreachable, and the intent still names it.
+    repository.store.delete(f"objects/{commit}.json")
+    for key in repository.store.list(f"objects/{commit}/"):
+        repository.store.delete(key)
+    repository.store.delete(_intent_key(commit))
+
+
+def recover(repository: Repository, hold: Hold) -> list[str]:
+    """Clear what older generations of a branch left behind; return the commits whose saves were given up.
+
+    They were fenced by `hold`, so none of them can become visible any more.
+    """
+    dropped: list[str] = []
+    for key in repository.store.list("intents/"):
+        try:
+            body, _ = documents.read(repository.store, key, kind="intent")
+            intent = Intent.from_body(body, where=key)
+        except NotFoundError:
+            continue
+        except IntegrityError as exc:
+            _log.warning("%s; its save cannot be told apart from others, so it is left alone", exc)
+            continue
+        if intent.branch != hold.branch or intent.generation >= hold.generation:
+            continue
+        record = _record_of(repository, intent)
+        if record is None:
+            _remove(repository, intent.commit)
+            dropped.append(intent.commit)
+        else:
+            _finish(repository, repository.read_commit(intent.commit), repository.refs.head(record.ref) or record)
+    repository.store.collect_staging()
+    return dropped
+
+
+def _record_of(repository: Repository, intent: Intent) -> RefRecord | None:
+    """Return the record that published an intent's commit."""
+    ref = f"heads/{intent.branch}"
+    for number in reversed(repository.refs.numbers(ref)):
+        try:
+            record = repository.refs.read(ref, number)
+        except IntegrityError:
+            continue
+        if record.commit == intent.commit:
+            return record
+        if record.generation < intent.generation:
+            return None
+    return None

@@ -1,0 +1,431 @@
+"""Fitting what was saved to what is live, as a plan: nothing is touched until everything is known to fit.
+
+`fit` compares a saved node with a live template and returns which entry fills which live tensor, which entries are needed as new
+tensors, what does not fit, and how to build the result. It reads no bytes and changes nothing.
+
+* A tensor fills a tensor of the same shape and dtype, an array an array; with `cast`, another dtype of no lesser kind. Never
+  broadcast, never truncated. What does not fit is listed, and the template's value stands in its place in the result.
+* Mappings are compared key by typed key (1 is not True and not "1"), dataclasses and namedtuples by field. A key of the template
+  that was not saved is missing, a saved one that the template lacks is unexpected.
+* Sequences with tensors on either side must be of one length. Values without tensors are those of the commit.
+* None or another plain value in the template asks for nothing: what was saved there is taken as new.
+* Optimizer state (a mapping with "state" and "param_groups") comes and goes: whatever these hold that the template lacks is taken as
+  new (a scheduler adds hyper-parameters), and a parameter without saved state has none afterwards.
+* Namedtuples, dataclasses, enum members, factories of defaultdicts and the `_metadata` of state dicts are the template's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+
+from syckpt.errors import IntegrityError
+from syckpt.objects import canonical, nodes
+from syckpt.objects.nodes import KeyPath, Node, format_path, split
+from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, torch_name, unflatten
+
+__all__ = ["Fitted", "Options", "fit", "matching"]
+
+Take = Callable[[int], torch.Tensor]
+Maker = Callable[[Take], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`select` tells by a leaf's path text whether it is wanted at all; what is not keeps the template's value, without a problem."""
+
+    cast: bool = False
+    select: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A plan. Copy every entry of `fills` into its tensor under `torch.no_grad()`, then `build` with those of `fresh`.
+
+    `missing` and `unexpected` are path texts, `mismatched` and `cast` sentences that begin with one.
+    """
+
+    fills: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    _make: list[Maker] = field(default_factory=list)
+    _filled: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that a strict load refuses, a sentence each."""
+        missing = [f"{path}: in the target, not in the commit" for path in self.missing]
+        unexpected = [f"{path}: in the commit, not in the target" for path in self.unexpected]
+        return missing + unexpected + self.mismatched
+
+    def build(self, tensor: Take) -> Any:
+        """Return the result: live objects where they were filled, the commit's values elsewhere.
+
+        `tensor(i)` is asked once for each entry of `fresh`; an entry tied to a filled one is the live tensor.
+        """
+        found: dict[int, torch.Tensor] = dict(self._filled)
+
+        def take(index: int) -> torch.Tensor:
+            if index not in found:
+                found[index] = tensor(index)
+            return found[index]
+
+        return self._make[0](take)
+
+
+def matching(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a `select` for shell patterns over path texts; `/` and `.` are one, and a pattern takes all that is below it."""
+    plain = [pattern.replace("/", ".") for pattern in patterns]
+
+    def select(text: str) -> bool:
+        dotted = text.replace("/", ".")
+        return any(fnmatchcase(dotted, pattern) or fnmatchcase(dotted, f"{pattern}.*") for pattern in plain)
+
+    return select
+
+
+# --- templates -----------------------------------------------------------------------------------------------------------------
+
+_ABSENT: Any = object()
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_namedtuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _pairs_of(template: Any) -> list[tuple[Any, Any]]:
+    """Return the keys or fields of a mapping or dataclass."""
+    if isinstance(template, Mapping):
+        return list(template.items())
+    return [(item.name, getattr(template, item.name)) for item in dataclasses.fields(template) if hasattr(template, item.name)]
+
+
+def _parts(template: Any) -> list[tuple[Any, Any]] | None:
+    """Return what is one step below a live container, by key, or None for a leaf."""
+    if isinstance(template, Mapping) or _is_dataclass(template):
+        return _pairs_of(template)
+    if _is_namedtuple(template):
+        return list(zip(template._fields, template, strict=True))
+    return list(enumerate(template)) if isinstance(template, list | tuple | deque) else None
+
+
+def _paths_of(template: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield a live value's path and those of everything below it."""
+    yield path
+    for key, value in _parts(template) or ():
+        yield from _paths_of(value, (*path, nodes.path_key(key, leaf=plain_leaf)))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _has_array(template: Any) -> bool:
+    return _is_array(template) or any(_has_array(value) for _, value in _parts(template) or ())
+
+
+def _describe(template: Any) -> str:
+    if isinstance(template, torch.Tensor):
+        if template.is_nested:
+            return "a nested tensor"
+        return f"{dtype_name(template.dtype)} {list(template.shape)}"
+    if isinstance(template, np.ndarray):
+        return f"numpy {template.dtype} {list(template.shape)}"
+    parts = _parts(template)
+    return type(template).__name__ if parts is None else f"a {type(template).__name__} of {len(parts)}"
+
+
+# --- nodes ---------------------------------------------------------------------------------------------------------------------
+
+
+def _entries(node: Node) -> Iterator[int]:
+    for _, leaf in nodes.walk(node):
+        kind, payload = split(leaf)
+        if kind == "tensor":
+            yield payload
+        elif kind == "ndarray":
+            yield payload[0]
+        elif kind == "generator":
+            yield from _entries(payload[1])
+
+
+def _node_paths(node: Node, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield a saved value's path and those of its leaves."""
+    yield path
+    for below, _ in nodes.walk(node, path):
+        yield below
+
+
+def _unflatten_key(node: Node) -> Any:
+    # Keys hold no tensors: `encode` refuses them.
+    return unflatten(node, lambda index: torch.empty(0))
+
+
+_STRICT, _EXTRA, _STATE = range(3)
+"""How keys are compared: exactly; saved ones may be new; they may be new or gone (optimizer state by parameter)."""
+
+
+_OPTIMIZER = {b'"state"': _STATE, b'"param_groups"': _EXTRA}
+
+
+class _Planner:
+    def __init__(self, entries: Sequence[Any], options: Options) -> None:
+        self.entries = entries
+        self.options = options
+        self.plan = Fitted()
+        self._targets: dict[Any, tuple[int, KeyPath]] = {}
+
+    # A maker builds one value of the result; None says that nothing was wanted where the template has nothing either.
+
+    def walk(self, node: Node, template: Any, path: KeyPath, mode: int = _STRICT) -> Maker | None:
+        kind = split(node)[0]
+        if kind in ("tensor", "ndarray"):
+            return self._leaf(node, template, path)
+        if kind == "enum" and isinstance(template, enum.Enum):
+            return self._enum(node, template, path)
+        is_mapping = kind in nodes.MAPPING_KINDS or kind == "dataclass"
+        if not _is_array(template) and _parts(template) is None:
+            # Under a selection the children decide, each by its own path.
+            if is_mapping and self.options.select is not None:
+                return self._mapping(node, {}, path, _EXTRA, instead=template)
+            return self._whole(node, template, path)
+        if is_mapping and (isinstance(template, Mapping) or (kind == "dataclass" and _is_dataclass(template))):
+            return self._mapping(node, template, path, mode, instead=template)
+        if kind in ("list", "tuple", "deque", "namedtuple") and isinstance(template, list | tuple | deque):
+            return self._sequence(node, template, path, mode)
+        return self._unlike(node, template, path)
+
+    def _wanted(self, paths: Iterable[KeyPath]) -> bool:
+        select = self.options.select
+        return select is None or any(select(format_path(path)) for path in paths)
+
+    def _keep(self, template: Any) -> Maker | None:
+        return None if template is _ABSENT else lambda take: template
+
+    def _whole(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
+        """Take a subtree as it was saved."""
+        if not self._wanted(_node_paths(node, path)):
+            return self._keep(template)
+        for index in _entries(node):
+            self._entry(index)
+            self.plan.fresh.add(index)
+        return lambda take: unflatten(node, take)
+
+    def _unlike(self, node: Node, template: Any, path: KeyPath, found: str | None = None) -> Maker | None:
+        """Handle a subtree of another form than the template's."""
+        if not _has_array(template) and next(_entries(node), None) is None:
+            return self._whole(node, template, path)
+        if self._wanted(_node_paths(node, path)):
+            if found is None:
+                below = nodes.children(node)
+                kind = split(node)[0] or ("None" if node is None else type(node).__name__)
+                found = kind if below is None else f"a {kind} of {len(below)}"
+            self._mismatch(path, _describe(template), found)
+        return self._keep(template)
+
+    def _mismatch(self, path: KeyPath, expected: str, found: str) -> None:
+        self.plan.mismatched.append(f"{format_path(path)}: expected {expected}, found {found}")
+
+    def _entry(self, index: int) -> Any:
+        if index >= len(self.entries):
+            raise IntegrityError(f"a node names entry {index} of {len(self.entries)}; run `syckpt verify`")
+        return self.entries[index]
+
+    # --- leaves
+
+    def _leaf(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
+        kind, payload = split(node)
+        if not _is_array(template) and _parts(template) is None:
+            return self._whole(node, template, path)
+        if not self._wanted([path]):
+            return self._keep(template)
+        if kind == "tensor":
+            entry = self._entry(payload)
+            found = f"{entry.dtype} {list(entry.shape)}"
+            why = refuse_tensor(template) if isinstance(template, torch.Tensor) else None
+            if why is not None:
+                return self._unfillable(template, path, why)
+            if not isinstance(template, torch.Tensor) or tuple(template.shape) != tuple(entry.shape):
+                return self._unlike(node, template, path, found)
+            return self._fill(payload, template, template, path, found)
+        index, descr, order = payload
+        dtype, shape = numpy_dtype(descr), tuple(self._entry(index).shape)
+        name = torch_name(dtype)
+        if self._entry(index).dtype != (name or "uint8") or (name is None and shape[-1:] != (dtype.itemsize,)):
+            raise IntegrityError(f"{format_path(path)}: entry {index} does not hold numpy {dtype}; run `syckpt verify`")
+        shape = shape if name else shape[:-1]
+        shape = shape[::-1] if order == "F" else shape
+        found = f"numpy {dtype} {list(shape)}"
+        if type(template) is not np.ndarray or template.shape != shape:
+            return self._unlike(node, template, path, found)
+        if template.dtype != dtype and None in (name, torch_name(template.dtype)):
+            return self._unlike(node, template, path, found)
+        stored = stored_array(template, order=order)
+        if (
+            not template.flags.writeable
+            or (template.size and not np.may_share_memory(stored, template))
+            or min(stored.strides, default=0) < 0
+        ):
+            # torch cannot write to it in place, so the result holds a new array.
+            return self._whole(node, template, path)
+        return self._fill(index, torch.from_numpy(stored), template, path, found)
+
+    def _fill(self, index: int, target: torch.Tensor, template: Any, path: KeyPath, found: str) -> Maker | None:
+        """Plan entry -> target, whose shapes agree."""
+        entry, name = self._entry(index), dtype_name(target.dtype)
+        if target.is_inference():
+            return self._unfillable(template, path, "it was made in inference mode; clone it")
+        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+            return self._unfillable(template, path, "it overlaps itself; clone it")
+        if entry.dtype != name:
+            source = getattr(torch, entry.dtype, None)
+            can = isinstance(source, torch.dtype) and torch.can_cast(source, target.dtype)
+            if not (self.options.cast and can):
+                hint = " (cast=True would convert it)" if can else ""
+                self._mismatch(path, _describe(template), found + hint)
+                return self._keep(template)
+            self.plan.cast.append(f"{format_path(path)}: {entry.dtype} to {name}")
+        region = (target.device, target.data_ptr(), target.shape, target.stride(), name) if target.numel() else id(template)
+        other, first = self._targets.setdefault(region, (index, path))
+        if other != index and not self._same_content(other, index):
+            self.plan.mismatched.append(
+                f"{format_path(path)}: in the target one tensor with {format_path(first)}, in the commit another one; untie them"
+            )
+            return self._keep(template)
+        if first == path:
+            self.plan.fills.append((index, target))
+        if entry.dtype == name:
+            self.plan._filled.setdefault(index, target)
+        return lambda take: template
+
+    def _unfillable(self, template: Any, path: KeyPath, why: str) -> Maker | None:
+        self.plan.mismatched.append(f"{format_path(path)}: the target cannot be filled: {why}")
+        return self._keep(template)
+
+    def _same_content(self, a: int, b: int) -> bool:
+        address = getattr(self.entries[a], "address", None)
+        return address is not None and address == getattr(self.entries[b], "address", None)
+
+    def _enum(self, node: Node, template: enum.Enum, path: KeyPath) -> Maker | None:
+        if not self._wanted([path]):
+            return self._keep(template)
+        name, member, value = node["enum"]
+        try:
+            found = type(template)(_unflatten_key(value))
+        except ValueError:
+            self._mismatch(path, f"a member of {type(template).__name__}", f"{name}.{member}")
+            found = template
+        return lambda take: found
+
+    # --- containers
+
+    def _mapping(self, node: Node, template: Any, path: KeyPath, mode: int, *, instead: Any) -> Maker | None:
+        """Compare by key; `instead` is the result when nothing below was wanted (the template itself, if it is not a stand-in)."""
+        kind, payload = split(node)
+        pairs = payload[1] if kind == "dataclass" else payload
+        live = {canonical.dumps(nodes.encode(key, leaf=plain_leaf, path=path)): (key, value) for key, value in _pairs_of(template)}
+        saved_keys = [canonical.dumps(key) for key, _ in pairs]
+        optimizer = all(key in live and key in saved_keys for key in _OPTIMIZER)
+        made: list[tuple[Any, Maker]] = []
+        for text, (key_node, child) in zip(saved_keys, pairs, strict=True):
+            below = (*path, nodes.node_key(key_node))
+            inner = _OPTIMIZER[text] if optimizer and text in _OPTIMIZER else _EXTRA if mode else _STRICT
+            if text in live:
+                key, value = live.pop(text)
+                maker = self.walk(child, value, below, inner)
+            elif mode:
+                key, maker = _unflatten_key(key_node), self.walk(child, _ABSENT, below, inner)
+            else:
+                if self._wanted(_node_paths(child, below)):
+                    self.plan.unexpected.append(format_path(below))
+                continue
+            if maker is not None:
+                made.append((key, maker))
+        for key, value in live.values():
+            below = (*path, nodes.path_key(key, leaf=plain_leaf))
+            wanted = self._wanted(_paths_of(value, below))
+            if wanted and mode != _STATE:
+                self.plan.missing.append(format_path(below))
+            if not wanted or mode != _STATE:
+                made.append((key, lambda take, value=value: value))  # type: ignore[misc]
+        if not made and pairs and instead is not template:
+            return self._keep(instead)
+        if not pairs and instead is not template and not self._wanted([path]):
+            return self._keep(instead)
+        return lambda take: _rebuild_mapping(kind, template, [(key, maker(take)) for key, maker in made])
+
+    def _sequence(self, node: Node, template: Any, path: KeyPath, mode: int) -> Maker | None:
+        kind, payload = split(node)
+        below = nodes.children(node) or []
+        named = kind == "namedtuple" and _is_namedtuple(template)
+        if len(below) != len(template) or (named and tuple(name for name, _ in below) != template._fields):
+            return self._unlike(node, template, path)
+        if not named and not any(isinstance(child, dict) for _, child in below) and not _has_array(template):
+            # A long list of numbers needs no maker each.
+            return self._whole(node, template, path)
+        inner = _EXTRA if mode else _STRICT
+        # Never None: the template has a value at each of these places.
+        makers = [self.walk(child, value, (*path, key), inner) for (key, child), value in zip(below, template, strict=True)]
+
+        def make(take: Take) -> Any:
+            values = [maker(take) for maker in makers if maker is not None]
+            if named:
+                return type(template)._make(values)
+            if kind == "deque":
+                return deque(values, _unflatten_key(payload[0]))
+            return values if kind == "list" else tuple(values)
+
+        return make
+
+
+def _rebuild_mapping(kind: str, template: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    if kind == "dataclass" and _is_dataclass(template):
+        result = copy.copy(template)
+        for name, value in pairs:
+            # Frozen dataclasses refuse their own setattr.
+            object.__setattr__(result, name, value)
+        return result
+    if kind == "ordereddict":
+        ordered: OrderedDict[Any, Any] = OrderedDict(pairs)
+        if hasattr(template, "_metadata"):
+            # `Module.load_state_dict` reads the versions of submodules from it.
+            ordered._metadata = template._metadata  # type: ignore[attr-defined]
+        return ordered
+    if kind == "defaultdict":
+        return defaultdict(template.default_factory if isinstance(template, defaultdict) else None, pairs)
+    if kind == "counter":
+        counted: Counter[Any] = Counter()
+        dict.update(counted, pairs)
+        return counted
+    return dict(pairs)
+
+
+def fit(node: Node, template: Any, *, path: KeyPath, entries: Sequence[Any], options: Options | None = None) -> Fitted:
+    """Plan how a saved node becomes the live `template`'s state; `entries[i]` tells `dtype` (torch's name) and `shape`.
+
+    Where entries also have an `address`, two of them with one address may fill one tied tensor.
+    Raises: IntegrityError for a malformed node. What does not fit is no error here: see `Fitted.problems`.
+    """
+    nodes.decode(node)
+    planner = _Planner(entries, options or Options())
+    maker = planner.walk(node, template, path)
+    plan = planner.plan
+    plan._make.append(maker or (lambda take: template))
+    plan.fresh.difference_update(plan._filled)
+    return plan

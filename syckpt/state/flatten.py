@@ -1,0 +1,366 @@
+"""Python and torch values <-> nodes and leaves: the structure apart from the bytes.
+
+`flatten` walks the values and copies nothing that it can point to: a leaf's `array` shares memory with the state, so whoever stages
+it must copy before the caller may train on. The only copies are conjugate and negative views, which have to be resolved, and
+non-contiguous numpy arrays of a dtype that torch does not have.
+
+* One region of memory, reached twice, is one leaf (a tie): same device, address, shape, strides and dtype. Two empty tensors are
+  one leaf only if they are one object. Other overlaps (slices of one buffer) are stored as separate tensors, each whole.
+* Parameters are tensors here; whether they require a gradient is a property of the live object that they are loaded into.
+* numpy arrays: a dtype that torch has, little-endian, is stored as that; "F" (Fortran- and not C-contiguous) is stored as its
+  transpose. Any other dtype (structured, datetime, text, big-endian, long double) is stored as its bytes: uint8, with the
+  size of an element as the last dimension, and the real dtype in the node.
+* Generators: `["torch", {"device", "state"}]`; `[name of the bit generator, {"state", "seed_seq"}]` for `np.random.Generator`
+  (`seed_seq` is what `spawn` needs); `["RandomState", state]` for the legacy class.
+
+`unflatten` inverts it and trusts nothing in the node: what does not fit is an IntegrityError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from syckpt.errors import IntegrityError, StateError
+from syckpt.objects import address, canonical, nodes
+from syckpt.objects.dtypes import DTYPES
+from syckpt.objects.nodes import KeyPath, Node
+
+__all__ = [
+    "Flat",
+    "Leaf",
+    "dtype_name",
+    "flatten",
+    "numpy_dtype",
+    "numpy_of",
+    "plain_leaf",
+    "refuse_tensor",
+    "stored_array",
+    "torch_name",
+    "unflatten",
+]
+
+_TORCH_NAMES = {
+    "|b1": "bool",
+    "|i1": "int8",
+    "<i2": "int16",
+    "<i4": "int32",
+    "<i8": "int64",
+    "|u1": "uint8",
+    "<u2": "uint16",
+    "<u4": "uint32",
+    "<u8": "uint64",
+    "<f2": "float16",
+    "<f4": "float32",
+    "<f8": "float64",
+    "<c8": "complex64",
+    "<c16": "complex128",
+}
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One entry: `array` has exactly `dtype` (torch's name) and `shape`, maybe strided, maybe on another device."""
+
+    path: KeyPath
+    array: Any
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A node for each item, and the leaves that their `{"tensor":i}` and `{"ndarray":[i,..]}` count."""
+
+    nodes: dict[str, Node]
+    leaves: list[Leaf]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, as in the manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_name(dtype: Any) -> str | None:
+    """Return torch's name of a numpy dtype that it can hold as it is, None for any other."""
+    return _TORCH_NAMES.get(dtype.str)
+
+
+def refuse_tensor(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor's bits cannot be carried, and what to do, or None if they can."""
+    kind = type(tensor)
+    if any(base.__name__ == "DTensor" for base in kind.__mro__):
+        return "DTensors of several ranks come with the distributed release; until then save `tensor.full_tensor()`"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "an uninitialized lazy parameter has no values yet; run a forward pass first"
+    if tensor.is_nested:
+        return "nested tensors cannot be carried; save `list(tensor.unbind())`"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"the tensor subclass {kind.__qualname__} keeps its data elsewhere; save the plain tensors that it is made of"
+    if tensor.layout is not torch.strided:
+        return f"tensors of layout {tensor.layout} cannot be carried; save `tensor.to_dense()` or its indices and values"
+    if tensor.is_quantized:
+        return "quantized tensors cannot be carried; save `tensor.int_repr()` with its scale and zero point"
+    if tensor.is_meta:
+        return "a meta tensor has no values; materialize it (`module.to_empty(device=...)`) before saving"
+    if dtype_name(tensor.dtype) not in DTYPES:
+        return f"dtype {tensor.dtype} cannot be carried; view it as uint8"
+    return None
+
+
+# --- numpy ---------------------------------------------------------------------------------------------------------------------
+
+
+def _field_tuples(descr: Any) -> Any:
+    """Return a descr read from JSON with the tuples that numpy asks for."""
+    if isinstance(descr, str):
+        # numpy parses much more than that, some of it with warnings or at great cost.
+        if not re.fullmatch(r"[<>|][biufcmMSUV][0-9]+(\[[0-9a-zA-Z/]+\])?", descr):
+            raise ValueError(f"unknown numpy dtype {descr[:40]!r}")
+        return descr
+    fields = []
+    for name, inner, *shape in descr:
+        fields.append((tuple(name) if isinstance(name, list) else name, _field_tuples(inner), *map(tuple, shape)))
+    return fields
+
+
+def numpy_dtype(descr: Any) -> Any:
+    """Return the numpy dtype of a node's descr. Raises: IntegrityError."""
+    try:
+        dtype = np.lib.format.descr_to_dtype(_field_tuples(descr))
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError) as exc:
+        raise IntegrityError(f"malformed numpy dtype {str(descr)[:80]}: {exc}; run `syckpt verify`") from exc
+    return dtype
+
+
+def _descr(dtype: Any, path: KeyPath) -> Any:
+    """Return the JSON form of a numpy dtype. Raises: StateError for one that it cannot bring back."""
+    if torch_name(dtype) is not None:
+        return dtype.str
+    fix = "convert it to a plain dtype or to lists"
+    if dtype.hasobject:
+        raise StateError(f"{nodes.format_path(path)}: numpy dtype {dtype} holds Python objects, which cannot be carried; {fix}")
+    try:
+        descr = canonical.loads(canonical.dumps(dtype.descr if dtype.names is not None else dtype.str))
+        found = numpy_dtype(descr)
+    except (ValueError, IntegrityError) as exc:
+        raise StateError(f"{nodes.format_path(path)}: numpy dtype {dtype} cannot be carried ({exc}); {fix}") from exc
+    if found != dtype or (dtype.kind == "V" and found.type is not dtype.type):
+        raise StateError(f"{nodes.format_path(path)}: numpy dtype {dtype} would come back as {found}; {fix}")
+    return descr
+
+
+def stored_array(array: Any, *, order: str) -> Any:
+    """Return a numpy array as its entry holds it: transposed for order "F", bytes for a dtype unknown to torch.
+
+    Shares memory with `array` where it can; a contiguous array always does.
+    """
+    base = array.T if order == "F" else array
+    if torch_name(base.dtype) is not None:
+        return base
+    shape = (*base.shape, base.dtype.itemsize)
+    if 0 in shape:
+        return np.empty(shape, np.uint8)
+    return np.ascontiguousarray(base).view(np.uint8).reshape(shape)
+
+
+def numpy_of(entry: Any, descr: Any, order: str) -> Any:
+    """Invert `stored_array` over an entry's tensor or array; shares its memory. Raises: IntegrityError."""
+    dtype = numpy_dtype(descr)
+    data = entry.detach().cpu().numpy() if isinstance(entry, torch.Tensor) else entry
+    native = torch_name(dtype) is not None
+    raw = data.dtype == np.uint8 and data.ndim > 0 and data.shape[-1] == dtype.itemsize
+    fits = data.dtype == dtype if native else raw
+    if not fits:
+        raise IntegrityError(f"a numpy array of dtype {dtype} cannot be {data.dtype} of shape {data.shape}; run `syckpt verify`")
+    if not native:
+        shape = data.shape[:-1]
+        data = np.empty(shape, dtype) if data.size == 0 else np.ascontiguousarray(data).view(dtype).reshape(shape)
+    return data.T if order == "F" else data
+
+
+def _scalar_bytes(value: Any) -> bytes:
+    # numpy drops trailing NULs of texts wherever an array is involved, and in str(value).
+    if isinstance(value, np.str_):
+        return bytes(value.encode("utf-32-le", "surrogatepass"))
+    return bytes(value) if isinstance(value, np.bytes_) else value.tobytes()
+
+
+def _read_scalar(descr: Any, text: str) -> Any:
+    dtype = numpy_dtype(descr)
+    try:
+        data = address.from_text(text)
+        if dtype.kind in "US":
+            return np.str_(data.decode("utf-32-le", "surrogatepass")) if dtype.kind == "U" else np.bytes_(data)
+        if len(data) != dtype.itemsize:
+            raise ValueError(f"{len(data)} bytes")
+        return np.zeros((), dtype)[()] if not data else np.frombuffer(data, dtype)[0].copy()
+    except ValueError as exc:
+        raise IntegrityError(f"malformed numpy scalar of dtype {dtype}: {exc}; run `syckpt verify`") from exc
+
+
+def plain_leaf(value: Any, path: KeyPath) -> Node | None:
+    """Return the node of a torch or numpy value that needs no entry, None for any other: the hook for keys."""
+    if isinstance(value, torch.Size):
+        return {"size": [int(size) for size in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, np.generic) and type(value) is value.dtype.type:
+        return {"npscalar": [_descr(value.dtype, path), address.to_text(_scalar_bytes(value))]}
+    return None
+
+
+# --- generators ----------------------------------------------------------------------------------------------------------------
+
+
+def _generator_state(value: Any, path: KeyPath) -> tuple[str, Any] | None:
+    if isinstance(value, torch.Generator):
+        return "torch", {"device": value.device, "state": value.get_state()}
+    if isinstance(value, np.random.RandomState):
+        return "RandomState", value.get_state(legacy=False)
+    if not isinstance(value, np.random.Generator):
+        return None
+    bits = value.bit_generator
+    name = type(bits).__name__
+    if name not in _BIT_GENERATORS:
+        raise StateError(f"{nodes.format_path(path)}: bit generator {name} cannot be carried; use one of {', '.join(_BIT_GENERATORS)}")
+    seeds = bits.seed_seq if isinstance(bits.seed_seq, np.random.SeedSequence) else None
+    return name, {"state": bits.state, "seed_seq": None if seeds is None else seeds.state}
+
+
+def _read_generator(kind: str, state: Any) -> Any:
+    try:
+        if kind == "torch":
+            try:
+                generator = torch.Generator(device=state["device"])
+            except RuntimeError:
+                # A machine without that device can still read the rest of the commit.
+                return nodes.Opaque("generator", state)
+            generator.set_state(state["state"])
+            return generator
+        legacy = kind == "RandomState"
+        name = state["bit_generator"] if legacy else kind
+        if name not in _BIT_GENERATORS:
+            raise ValueError(f"unknown bit generator {name!r}")
+        make = getattr(np.random, name)
+        if legacy:
+            found = np.random.RandomState(make(0))
+            found.set_state(state)
+            return found
+        seeds = state["seed_seq"]
+        bits = make(0 if seeds is None else np.random.SeedSequence(**seeds))
+        bits.state = state["state"]
+        return np.random.Generator(bits)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, RuntimeError) as exc:
+        raise IntegrityError(f"malformed state of a {kind} generator: {exc}; run `syckpt verify`") from exc
+
+
+# --- values to leaves ------------------------------------------------------------------------------------------------------------
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        # What an index stands for is kept alive with it: a freed object's address could be taken by another one.
+        self._seen: dict[Any, tuple[int, Any]] = {}
+
+    def leaf(self, value: Any, path: KeyPath) -> Node | None:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(value, path)}
+        if isinstance(value, np.ndarray):
+            return self._ndarray(value, path)
+        generator = _generator_state(value, path)
+        if generator is not None:
+            kind, state = generator
+            return {"generator": [kind, nodes.encode(state, leaf=self.leaf, path=path)]}
+        return plain_leaf(value, path)
+
+    def _tensor(self, value: torch.Tensor, path: KeyPath) -> int:
+        why = refuse_tensor(value)
+        if why is not None:
+            raise StateError(f"{nodes.format_path(path)}: {why}")
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = value.detach().as_subclass(torch.Tensor)
+        key: Any = (plain.device, plain.data_ptr(), plain.shape, plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg())
+        if plain.numel() == 0:
+            key = id(value)
+        if key not in self._seen:
+            dtype, shape = dtype_name(plain.dtype), tuple(int(size) for size in plain.shape)
+            self._seen[key] = len(self.leaves), value
+            self.leaves.append(Leaf(path, plain.resolve_conj().resolve_neg(), dtype, shape))
+        return self._seen[key][0]
+
+    def _ndarray(self, value: Any, path: KeyPath) -> Node:
+        if type(value) is not np.ndarray:
+            raise StateError(f"{nodes.format_path(path)}: {type(value).__qualname__} cannot be carried; convert it with np.array(...)")
+        descr = _descr(value.dtype, path)
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        key: Any = ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, str(value.dtype.descr))
+        if value.nbytes == 0:
+            key = id(value)
+        if key not in self._seen:
+            array = stored_array(value, order=order)
+            self._seen[key] = len(self.leaves), value
+            self.leaves.append(Leaf(path, array, torch_name(array.dtype) or "uint8", array.shape))
+        return {"ndarray": [self._seen[key][0], descr, order]}
+
+
+def flatten(items: Mapping[str, Any]) -> Flat:
+    """Take values apart into nodes and leaves, in the order in which the structure first reaches them.
+
+    Leaves share memory with the values (see above).
+    Raises: StateError naming path, type and fix for what cannot be carried.
+    """
+    flattener = _Flattener()
+    return Flat({name: nodes.encode(value, leaf=flattener.leaf, path=(name,)) for name, value in items.items()}, flattener.leaves)
+
+
+def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
+    """Return the value of a node; `tensor(i)` returns entry i as a torch tensor of its dtype and shape
+    (a numpy array will do where the node asks for one).
+
+    It is asked once an entry, so ties inside the node hold; values share memory with what it returns.
+    Raises: IntegrityError for a malformed node.
+    """
+    found: dict[int, Any] = {}
+    arrays: dict[str, Any] = {}
+
+    def entry(index: int) -> Any:
+        if index not in found:
+            found[index] = tensor(index)
+        return found[index]
+
+    def leaf(kind: str, payload: Any) -> Any:
+        if kind == "tensor":
+            return entry(payload)
+        if kind == "ndarray":
+            index, descr, order = payload
+            key = str(payload)
+            if key not in arrays:
+                arrays[key] = numpy_of(entry(index), descr, order)
+            return arrays[key]
+        if kind == "npscalar":
+            return _read_scalar(*payload)
+        if kind == "size":
+            return torch.Size(payload)
+        if kind == "generator":
+            return _read_generator(payload[0], nodes.decode(payload[1], leaf=leaf))
+        try:
+            if kind == "device":
+                return torch.device(payload)
+            dtype = getattr(torch, payload)
+        except (RuntimeError, AttributeError) as exc:
+            raise IntegrityError(f"this torch has no {kind} {payload[:40]!r}: upgrade it, or run `syckpt verify`") from exc
+        if not isinstance(dtype, torch.dtype):
+            raise IntegrityError(f"torch.{payload[:40]} is no dtype; run `syckpt verify`")
+        return dtype
+
+    return nodes.decode(node, leaf=leaf)
