@@ -475,7 +475,6 @@ class CheckpointManager:
         self._saver.pump()
         self._ledger.raise_failure()
         self._begin()
-        self._restore_rng()
         self._check_names(checkpoint_id, tags)
         if self._saver.busy() and self._when_busy != "wait":
             if self._when_busy == "raise":
@@ -484,7 +483,7 @@ class CheckpointManager:
             return None
         score = self._progress.metric if metric is None else _score(metric)
         values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
-        flat = flatten({**values, _RNG: streams.capture()} if self._with_rng else values)
+        flat = flatten({**values, _RNG: self._rng_now()} if self._with_rng else values)
         rng = flat.nodes.pop(_RNG, None)
         done = self._progress.epoch_done(self._items.sampler, epoch_end)
         config = self.config
@@ -524,6 +523,11 @@ class CheckpointManager:
         if wait or not self._async_save:
             pending.result(self._timeout_s)
         return pending
+
+    def _rng_now(self) -> dict[str, Any]:
+        """Return the streams as a resume from here has to find them: while they wait to be restored, those of the resumed commit."""
+        resume = self._resume
+        return resume.source.rng() if resume is not None and resume.rng_pending else streams.capture()
 
     def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
         taken = [("names", name, "commit")] if name is not None else []

@@ -18,7 +18,8 @@ from syckpt.checkpoint.wire import Channel, PeerGone, watch_process
 from syckpt.dist import topology
 from syckpt.errors import CoordinationError, SyckptError, WriterDied, from_wire
 from syckpt.objects.commit import Commit
-from syckpt.repo import owner
+from syckpt.objects.refs import Lease
+from syckpt.repo import leases, owner
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold, newest_readable
 from syckpt.state.flatten import Flat
@@ -195,6 +196,10 @@ class Saver:
             process.channel.send(message)
         except PeerGone:
             self._writer_ended()
+        except BaseException:
+            # The channel is closed: the writer completes what it has in hand, and ends.
+            self._writer_ended()
+            raise
 
     def _free_slot(self, nbytes: int) -> Slot:
         deadline = time.monotonic() + self._settings.timeout_s
@@ -253,6 +258,9 @@ class Saver:
         process = self._process
         if process is None:
             return False
+        if process.channel.fileno() < 0:
+            self._writer_ended()
+            return True
         watched: list[Any] = [process.channel] if process.pidfd is None else [process.channel, process.pidfd]
         ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
         if process.channel in ready:
@@ -306,6 +314,7 @@ class Saver:
 
     def _start(self) -> None:
         assert self._hold is not None
+        self._take_lease(self._hold)
         ours, theirs = socket.socketpair()
         me = watch_process(os.getpid())
         passed = [theirs.fileno()] if me is None else [theirs.fileno(), me]
@@ -348,6 +357,15 @@ class Saver:
             channel.send(start)
         except PeerGone:
             self._writer_ended()
+
+    def _take_lease(self, hold: Hold) -> None:
+        """Say who writes the branch at once: a newcomer that came before the writer is up would take it for free."""
+        lease = leases.expiring(Lease(hold.branch, hold.run, hold.generation, self._settings.token, owner.this_process(), None, 0))
+        try:
+            leases.write(self._repository, lease)
+        except SyckptError as exc:
+            # A hint: the records decide who may publish.
+            _log.warning("the lease on %s could not be taken: %s", hold.branch, exc)
 
     def _writer_ended(self, cause: SyckptError | None = None) -> None:
         """Account for every save in hand of a writer that is no more: published, as the records show, or lost."""
@@ -397,15 +415,15 @@ class Saver:
             return  # A forked child: the saver is its parent's.
         try:
             self.wait_for(None, timeout_s=timeout_s)
-            process = self._process
-            if process is not None:
-                self._say_goodbye(process)
+            if self._process is None or self._say_goodbye(self._process):
+                self._give_back()
         finally:
             for slot in self._slots:
                 slot.close()
             self._slots.clear()
 
-    def _say_goodbye(self, process: _Process) -> None:
+    def _say_goodbye(self, process: _Process) -> bool:
+        """Let the writer end; False for one that does not."""
         with self._lock:
             try:
                 process.channel.send({"op": "close"})
@@ -416,4 +434,12 @@ class Saver:
             except subprocess.TimeoutExpired:
                 _log.warning("writer process %d does not end; it is left to itself", process.popen.pid)
             self._process = None
-            self._reap(process)
+            return self._reap(process) is not None
+
+    def _give_back(self) -> None:
+        """Give back the lease of a writer that died, or could not: this process lives on, so nobody else would take the lease for lost."""
+        if self._hold is not None:
+            try:
+                leases.release(self._repository, self._hold.branch, token=self._settings.token)
+            except SyckptError as exc:
+                _log.warning("the lease on %s could not be given back: %s", self._hold.branch, exc)

@@ -40,6 +40,10 @@ class Channel:
                 self.sock.sendall(header[sent:] + data)
         except OSError as exc:
             raise PeerGone(str(exc)) from exc
+        except BaseException:
+            # Interrupted in the middle of a message (Ctrl-C): whatever followed would be read as its rest.
+            self.close()
+            raise
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
         """Return the next message and its descriptor. Raises: PeerGone, also in the middle of a message."""
@@ -54,6 +58,9 @@ class Channel:
             return json.loads(self._exactly(length)), fds[0] if fds else None
         except OSError as exc:
             raise PeerGone(str(exc)) from exc
+        except BaseException:
+            self.close()
+            raise
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray(count)

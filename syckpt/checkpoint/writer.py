@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone
@@ -87,7 +87,7 @@ class _Renewal:
 
     def _renew(self) -> None:
         try:
-            leases.write(self._repository, replace(self._lease, expires_ns=time.time_ns() + int(leases.LEASE_S * 1e9)))
+            leases.write(self._repository, leases.expiring(self._lease))
         except SyckptError as exc:
             # A hint: the records decide who may publish.
             _log.warning("the lease on %s could not be renewed: %s", self._lease.branch, exc)
@@ -167,7 +167,7 @@ class _Writer:
                 _log.info("save %s was cut off by a crash; what it left behind is removed", dropped)
             self._recovered = True
         parent = self._parent(message["after"])
-        uses = () if parent is None else (parent.id,)
+        uses = self._packer.points_into(parent)
         transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
         try:
             table = message["tensors"]

@@ -67,12 +67,12 @@ def main(ctx: click.Context, directory: str | None, as_json: bool) -> None:
 
     \b
     Examples:
-      syckpt log                        the commits of the experiment around here
+      syckpt log                       the commits of the experiment around here
       syckpt -C runs/exp1 log --graph --all
-      syckpt show best                  one commit in full
-      syckpt ls HEAD~3 'model/*' --long its tensors, and how they are stored
-      syckpt verify                     read everything and check it
-      syckpt help log                   a command's help
-      syckpt help format                the format on disk
+      syckpt show best                 the commit with the lowest metric, in full
+      syckpt ls HEAD~3 model --long    its tensors, and how they are stored
+      syckpt verify                    read everything and check it
+      syckpt help log                  a command's help
+      syckpt help format               the format on disk
     """
     ctx.obj = Invocation(directory, as_json)

@@ -21,6 +21,8 @@ class Labels:
 
     def __init__(self, repository: Repository) -> None:
         self.problems: list[IntegrityError] = []
+        self.tips: dict[str, str | None] = {}
+        """The commits that refs name, with the seal that the ref binds."""
         self.head: str | None = None
         self._refs: defaultdict[str, list[str]] = defaultdict(list)
         try:
@@ -43,6 +45,7 @@ class Labels:
                 self.problems.append(exc)
                 continue
             if record is not None and record.commit is not None:
+                self.tips.setdefault(record.commit, record.commit_seal)
                 self._refs[record.commit].append(f"{kind}/{name}")
 
     def refs(self, commit: Commit) -> list[str]:

@@ -37,7 +37,8 @@ def command(invocation: Invocation, rev: str | None, count: int | None, as_graph
     "epoch" is "3 done" behind a finished epoch and "3 batch 40" within one; "written" is what the save added to the disk, "ratio" how many
     times more the state itself is. Behind them marks like [damaged], names, and the message.
 
-    JSON: a list of objects; sizes are bytes, times seconds or ISO 8601 in UTC; a metric that is no number is the text "nan", "inf" or "-inf".
+    JSON: a list of objects; sizes are bytes, times seconds or ISO 8601 in UTC; floats that are no numbers are the texts "nan", "inf"
+    and "-inf".
 
     \b
     Examples:
@@ -52,12 +53,12 @@ def command(invocation: Invocation, rev: str | None, count: int | None, as_graph
     labels = shown.Labels(repository)
     problems = [*labels.problems]
     if every:
-        commits = graph.order(_everything(repository, problems), by_branch=as_graph)[:count]
+        commits = graph.order(_everything(repository, labels, problems), by_branch=as_graph)[:count]
     else:
         commits = list(islice(_back(repository, rev or "HEAD", problems), count))
     if invocation.as_json:
         output.echo_json([shown.record(commit, labels) for commit in commits])
-    else:
+    elif commits:
         output.echo(_lines(commits, labels, as_graph=as_graph, oneline=oneline))
     if problems:
         raise problems[0]
@@ -76,18 +77,74 @@ def _back(repository: Repository, rev: str, problems: list[IntegrityError]) -> I
         problems.append(exc)
 
 
-def _everything(repository: Repository, problems: list[IntegrityError]) -> list[Commit]:
+def _everything(repository: Repository, labels: shown.Labels, problems: list[IntegrityError]) -> list[Commit]:
     """Return every commit that a branch or a tag leads to, in no order."""
+    from syckpt.repo import history
+
     found: dict[str, Commit] = {}
-    for kind in ("heads", "tags"):
+    for tip, seal in labels.tips.items():
         try:
-            names = repository.refs.names(kind)
-        except IntegrityError as exc:
-            problems.append(exc)
-            continue
-        for name in names:
-            for commit in _back_from(repository, f"{kind}/{name}", problems):
+            for commit in history.walk(repository, repository.read_commit(tip, seal=seal)):
                 if commit.id in found:
                     break
                 found[commit.id] = commit
+        except NotFoundError:
+            problems.append(IntegrityError(f"objects/{tip}.json: missing, though a ref names it; run `syckpt verify`"))
+        except IntegrityError as exc:
+            problems.append(exc)
     return list(found.values())
+
+
+def _lines(commits: list[Commit], labels: shown.Labels, *, as_graph: bool, oneline: bool) -> Iterator[str]:
+    """Yield the lines of a log: one a commit, or two where the terminal is narrow."""
+    narrow = output.is_narrow() and not oneline
+    rows = list(graph.draw(commits)) if as_graph else [graph.Row(commit, (), "", "", ()) for commit in commits]
+    cells = [_cells(commit, oneline=oneline, narrow=narrow) for commit in commits]
+    if not oneline:
+        cells.insert(0, [*_HEADER, "age" if narrow else "created"])
+    table = output.aligned(cells, right=() if oneline else (1, 3, 4, 5))
+    lanes = max(len(row.own) for row in rows) + 1 if as_graph else 0
+    if not oneline:
+        yield click.style(" " * lanes + "  ".join(table.pop(0)).rstrip(), bold=True)
+    for row, (name, *rest) in zip(rows, table, strict=True):
+        yield from row.above
+        line = "  ".join([row.own.ljust(lanes) + name, *rest])
+        styled = row.own.ljust(lanes) + click.style(name, fg="yellow") + line[lanes + len(name) :]
+        indent = row.beside.ljust(lanes) + _INDENT
+        tail = _tail(row.commit, labels, room=_room(len(indent) if narrow else len(line) + 2))
+        if narrow:
+            yield styled.rstrip()
+            yield from [indent + tail] if tail else []
+        else:
+            yield f"{styled}  {tail}" if tail else styled.rstrip()
+        yield from row.below
+
+
+def _room(used: int) -> int | None:
+    columns = output.width()
+    return None if columns is None else max(0, columns - used)
+
+
+def _cells(commit: Commit, *, oneline: bool, narrow: bool) -> list[str]:
+    name = shown.short_id(commit.id)
+    if oneline:
+        return [name, f"step {commit.step}"]
+    return [
+        name,
+        str(commit.step),
+        shown.epoch(commit),
+        output.number(commit.metric),
+        output.nbytes(commit.stats.get("written_bytes")),
+        output.number(commit.stats.get("ratio"), ".2f", "x"),
+        shown.age(commit) if narrow else shown.created(commit),
+    ]
+
+
+def _tail(commit: Commit, labels: shown.Labels, *, room: int | None) -> str:
+    """Return marks, names and the message's first line, which is cut to what is left of `room`."""
+    marks, names = "".join(f"[{mark}]" for mark in shown.marks(commit)), labels.text(commit)
+    lead = " ".join(filter(None, (marks, names)))
+    message = output.printable(commit.message.partition("\n")[0])
+    if room is not None:
+        message = output.cut(message, max(0, room - len(lead) - bool(lead)))
+    return " ".join(filter(None, (click.style(marks, fg="red") if marks else "", click.style(names, fg="green") if names else "", message)))

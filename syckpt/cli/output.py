@@ -17,7 +17,22 @@ from typing import Any
 
 import click
 
-__all__ = ["age", "aligned", "cut", "echo", "echo_json", "is_narrow", "nbytes", "number", "one_line", "plain", "printable", "short", "width"]
+__all__ = [
+    "age",
+    "aligned",
+    "count",
+    "cut",
+    "echo",
+    "echo_json",
+    "is_narrow",
+    "nbytes",
+    "number",
+    "one_line",
+    "plain",
+    "printable",
+    "short",
+    "width",
+]
 
 _NARROW_BELOW = 100
 
@@ -26,7 +41,7 @@ def echo(lines: Iterable[str]) -> None:
     """Print lines; characters that the output's encoding lacks are escaped."""
     text = "\n".join(lines)
     if text:
-        encoding = sys.stdout.encoding or "utf-8"
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # None: the caller closed it
         colour = False if os.environ.get("NO_COLOR") else None
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), color=colour)
 
@@ -105,13 +120,13 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
     ]
 
 
-def nbytes(count: Any) -> str:
+def nbytes(size: Any) -> str:
     """Return bytes for people, in powers of 1000; "-" for what is no number."""
-    if isinstance(count, bool) or not isinstance(count, int | float):
+    if isinstance(size, bool) or not isinstance(size, int | float):
         return "-"
-    if abs(count) < 1000:
-        return f"{count:.0f} B"
-    size, units = count / 1000, iter(("kB", "MB", "GB", "TB"))
+    if abs(size) < 1000:
+        return f"{size:.0f} B"
+    size, units = size / 1000, iter(("kB", "MB", "GB", "TB"))
     unit = next(units)
     while abs(size) >= 999.95 and (larger := next(units, None)):
         size, unit = size / 1000, larger
@@ -121,6 +136,11 @@ def nbytes(count: Any) -> str:
 def number(value: Any, form: str = ".6g", unit: str = "") -> str:
     """Return a number in a format, with its unit; "-" for what is no number."""
     return "-" if isinstance(value, bool) or not isinstance(value, int | float) else f"{value:{form}}{unit}"
+
+
+def count(number: int, what: str) -> str:
+    """Return `1 commit`, `2 commits`."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def age(seconds: float) -> str:

@@ -44,6 +44,11 @@ class Fields:
         value = self.raw(name)
         return value if isinstance(value, str) else self.fail(f"field {name!r} is not a text")
 
+    def nanoseconds(self, name: str) -> int:
+        """Return a time since the Unix epoch, which is written as decimal text: it exceeds 2^53."""
+        text = self.text(name)
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else self.fail(f"field {name!r} is not a time")
+
     def text_or_none(self, name: str) -> str | None:
         return None if self.raw(name) is None else self.text(name)
 

@@ -118,7 +118,7 @@ class Commit:
             tags=tuple(fields.texts("tags")),
             config=config,
             fingerprint=fields.text("fingerprint"),
-            created_ns=fields.parse("created_ns", int),
+            created_ns=fields.nanoseconds("created_ns"),
             writer=fields.text("writer"),
             run_id=run_id,
             generation=generation,

@@ -39,7 +39,7 @@ class RefRecord:
             generation=fields.integer("generation"),
             run=fields.text("run"),
             reason=fields.text("reason"),
-            time_ns=fields.parse("time_ns", int),
+            time_ns=fields.nanoseconds("time_ns"),
         )
 
 
@@ -114,5 +114,5 @@ class Lease:
             token=fields.text("token"),
             trainer=fields.parse("trainer", lambda value: Owner.from_body(value, where=where)),
             writer=None if fields.raw("writer") is None else fields.parse("writer", lambda value: Owner.from_body(value, where=where)),
-            expires_ns=fields.parse("expires_ns", int),
+            expires_ns=fields.nanoseconds("expires_ns"),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError
 from syckpt.objects import ids
@@ -13,7 +14,7 @@ from syckpt.repo import documents
 from syckpt.repo.owner import is_dead, wait_for_exit
 from syckpt.repo.repository import Repository
 
-__all__ = ["LEASE_S", "RENEW_S", "await_drain", "await_holder", "read", "release", "write"]
+__all__ = ["LEASE_S", "RENEW_S", "await_drain", "await_holder", "expiring", "read", "release", "write"]
 
 LEASE_S = 30.0
 RENEW_S = 10.0
@@ -35,6 +36,11 @@ def read(repository: Repository, branch: str) -> Lease | None:
     except IntegrityError as exc:
         _log.warning("%s; going on without it, since a lease is only a hint", exc)
         return None
+
+
+def expiring(lease: Lease) -> Lease:
+    """Return a lease that is valid for its whole time from now on."""
+    return replace(lease, expires_ns=time.time_ns() + int(LEASE_S * 1e9))
 
 
 def write(repository: Repository, lease: Lease) -> None:

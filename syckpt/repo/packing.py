@@ -137,6 +137,8 @@ class Packer:
             fresh.homes.setdefault(entry.address, home)
             if begins_cycle and entry.path not in fresh.bases and self._is_self_contained(home, table):
                 fresh.bases[entry.path] = _Base(entry, home, leaf, None)
+        for base in fresh.bases.values():
+            fresh.homes.setdefault(base.entry.address, base.home)
         written = time.perf_counter()
 
         manifest = Manifest(self._rank, self._world_size, entries, items, rng)
@@ -161,6 +163,11 @@ class Packer:
             "metadata_s": time.perf_counter() - written,
         }
         return Packed(seal, locations, stats)
+
+    def points_into(self, parent: Commit | None) -> tuple[str, ...]:
+        """Return the commits that a save behind `parent` may point into: for its intent."""
+        view = self._view_of(parent)
+        return tuple(dict.fromkeys(commit for commit in (view.commit, view.keyframe) if commit))
 
     def published(self) -> None:
         """The packed commit is visible: the next save may point into it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from syckpt.repo.repository import Repository
 
 __all__ = ["Place", "Reader", "Snapshot"]
 
+_MAX_TABLES = 64
+
 
 @dataclass(frozen=True)
 class Place:
@@ -31,8 +34,8 @@ class Place:
     blob: BlobRecord
     row: Row
     base: Place | None
-    owner: str
-    """Commit whose rows these are."""
+    owner: Source
+    """Commit and rank whose rows these are."""
     number: int
     """Which of them."""
 
@@ -76,7 +79,7 @@ class Reader:
     def __init__(self, repository: Repository, *, threads: int | None = None) -> None:
         self.repository = repository
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._tables: dict[Source, Locations] = {}
+        self._tables: OrderedDict[Source, Locations] = OrderedDict()
         self._buffers = _Buffers()
         self.bytes_read = 0
         """Stored bytes asked of the byte store so far."""
@@ -110,7 +113,7 @@ class Reader:
             base = self.place(owner, *found.base)
             if base.row.base is not None or base.row.nbytes != found.nbytes:
                 raise IntegrityError(f"locations of {owner.commit}: the base of row {row} is a delta or of another size")
-        return Place(owner.blobs[found.blob], found, base, owner.commit, row)
+        return Place(owner.blobs[found.blob], found, base, (owner.commit, owner.rank), row)
 
     def table(self, source: Source) -> Locations:
         """Return the locations of `(commit id, rank)`. Raises: IntegrityError."""
@@ -118,8 +121,7 @@ class Reader:
             table = self._tables.get(source)
         if table is None:
             table = self.repository.read_locations(*source)
-            with self._lock:
-                self._tables[source] = table
+        self.remember(table)
         return table
 
     def place_of(self, source: Source, row: int) -> Place:
@@ -127,9 +129,12 @@ class Reader:
         return self.place(self.table(source), 0, row)
 
     def remember(self, locations: Locations) -> None:
-        """Put freshly written locations into the cache."""
+        """Put locations into the cache, which keeps the most recently used ones: a long run would fill the memory."""
         with self._lock:
             self._tables[locations.commit, locations.rank] = locations
+            self._tables.move_to_end((locations.commit, locations.rank))
+            if len(self._tables) > _MAX_TABLES:
+                self._tables.popitem(last=False)
 
     def read(self, requests: Sequence[tuple[Entry, Place, memoryview]]) -> None:
         """Fill each request's writable byte buffer (of `entry.nbytes`) with the entry's verified raw bytes.

@@ -14,7 +14,7 @@ from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
 from syckpt.repo import documents
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, manifest_key
 
 __all__ = ["Hold", "Transaction", "newest_readable", "open_branch", "recover"]
 
@@ -171,7 +171,8 @@ def _point(repository: Repository, ref: str, commit: Commit) -> None:
 def _remove(repository: Repository, commit: str) -> None:
     # From the top down: what is left after a kill in between is still unreachable, and the intent still names it.
     repository.store.delete(f"objects/{commit}.json")
-    for key in repository.store.list(f"objects/{commit}/"):
+    # One key that may be absent: the directory goes with the last of its files, and a save cut off early left it without any.
+    for key in [*repository.store.list(f"objects/{commit}/"), manifest_key(commit, 0)]:
         repository.store.delete(key)
     repository.store.delete(_intent_key(commit))
 

@@ -128,7 +128,7 @@ def _header_error(repository: Repository, blob: BlobRecord) -> str | None:
 def _verify_tensors(reader: Reader, snapshot: Snapshot, report: VerifyReport, checked: _Checked) -> bool:
     damaged = False
     for entry, place in zip(snapshot.manifest.entries, snapshot.places, strict=True):
-        key = ((place.owner, snapshot.manifest.rank), place.number, entry.address)
+        key = (place.owner, place.number, entry.address)
         if key not in checked:
             checked[key] = None
             report.tensors += 1

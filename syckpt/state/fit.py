@@ -291,7 +291,7 @@ class _Planner:
         entry, name = self._entry(index), dtype_name(target.dtype)
         if target.is_inference():
             return self._unfillable(template, path, "it was made in inference mode; clone it")
-        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        if target.numel() and any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
             return self._unfillable(template, path, "it overlaps itself; clone it")
         if entry.dtype != name:
             source = getattr(torch, entry.dtype, None)

@@ -238,6 +238,8 @@ def _generator_state(value: Any, path: KeyPath) -> tuple[str, Any] | None:
 
 def _read_generator(kind: str, state: Any) -> Any:
     try:
+        if not isinstance(state, dict):
+            raise ValueError(f"{type(state).__name__} instead of a dict")
         if kind == "torch":
             try:
                 generator = torch.Generator(device=state["device"])

@@ -50,6 +50,10 @@ class FaultPlan:
     action: `kill` (SIGKILL), `error` (StoreError), `enospc` or `eio` (an OSError, as if from the system call).
     gate: a FIFO to wait at, see above. trace: a file that gets a line `<number> <operation> <key>` a mutation.
     only: the one operation that the plan sees (counts, traces, stops, waits for); None for all.
+    spare: a process, by its pid, in which nothing happens: a trainer opens the store by the same spec as its writer.
+    arm: a file with a number in place of `stop_at` (0: never); the mutation that finds it removes it and counts as 1. So one process
+        can be stopped again and again, or only the first of several. Rename it into place: it must never be seen half written.
+    lasting: whether every later mutation suffers `action` too, as on a disk that stays broken.
     """
 
     stop_at: int | None = None
@@ -57,6 +61,9 @@ class FaultPlan:
     gate: str | None = None
     trace: str | None = None
     only: str | None = None
+    spare: int | None = None
+    arm: str | None = None
+    lasting: bool = False
 
     def __post_init__(self) -> None:
         if self.action not in _ACTIONS:
@@ -75,14 +82,17 @@ def open_faulty(spec: StoreSpec) -> LocalStore:
 
 
 _counts: Counter[StoreSpec] = Counter()
+_armed: dict[StoreSpec, int] = {}
 _lock = threading.Lock()
 
 
 def _hook(spec: StoreSpec, plan: FaultPlan) -> MutationHook:
     def before_mutation(operation: str, key: str) -> None:
-        if plan.only not in (None, operation):
+        if plan.only not in (None, operation) or plan.spare == os.getpid():
             return
         with _lock:  # held at the gate: the other threads wait there too
+            if plan.arm is not None:
+                _take_arm(spec, plan.arm)
             _counts[spec] += 1
             number = _counts[spec]
             if plan.trace is not None:
@@ -90,10 +100,19 @@ def _hook(spec: StoreSpec, plan: FaultPlan) -> MutationHook:
                     file.write(f"{number} {operation} {key}\n")
             if plan.gate is not None:
                 _wait_at(plan.gate)
-        if number == plan.stop_at:
+            stop_at = _armed.get(spec, plan.stop_at)
+        if stop_at and (number == stop_at or (plan.lasting and number > stop_at)):
             _ACTIONS[plan.action]()
 
     return before_mutation
+
+
+def _take_arm(spec: StoreSpec, path: str) -> None:
+    with suppress(FileNotFoundError):
+        with open(path, encoding="ascii") as file:
+            _armed[spec] = int(file.read())
+        os.unlink(path)
+        _counts[spec] = 0
 
 
 def _wait_at(gate: str) -> None:

@@ -337,6 +337,7 @@ ARRAYS = [
     np.array([(1, 2.5)], dtype=[("x", "<i4"), ("y", "<f8")]),
     np.array(["2020-01-01"], "M8[D]"),
     np.zeros((0, 3)),
+    np.array([], ">i4"),
 ]
 
 

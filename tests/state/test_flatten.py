@@ -446,6 +446,7 @@ def test_flattening_moves_no_random_stream() -> None:
         {"ndarray": [0, [3], "C"]},
         {"ndarray": [0, [["a", "<f4", 5]], "C"]},
         {"generator": ["torch", 3]},
+        {"generator": ["torch", {"tensor": 0}]},
         {"generator": ["torch", {"dict": [["device", {"device": "cpu"}], ["state", {"tensor": 0}]]}]},
         {"generator": ["os", {"dict": []}]},
         {"generator": ["PCG64", {"dict": [["state", {"dict": []}], ["seed_seq", None]]}]},

@@ -29,7 +29,7 @@ class TestFaultyStoreWithoutFaults(StoreSuite):
 
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
-    spec = faulty(tmp_path, FaultPlan(stop_at=3, action="eio", gate="/gate", trace="/trace", only="link"))
+    spec = faulty(tmp_path, FaultPlan(stop_at=3, action="eio", gate="/gate", trace="/trace", only="link", spare=7, arm="/arm", lasting=True))
     assert StoreSpec.from_wire(json.loads(json.dumps(spec.to_wire()))) == spec
 
 
@@ -93,6 +93,40 @@ def test_a_gate_holds_the_mutation_until_it_is_opened_once(tmp_path: Path) -> No
     creator.join()
     store.create("later", b"")
     assert store.list() == ["key", "later"]
+
+
+def test_a_spared_process_neither_counts_nor_stops(tmp_path: Path) -> None:
+    spec = faulty(tmp_path / ".syckpt", FaultPlan(stop_at=1, action="kill", trace=str(tmp_path / "trace"), spare=os.getpid()))
+    open_store(spec).create("key", b"content")
+    assert not (tmp_path / "trace").exists()
+    done = subprocess.run([sys.executable, "-c", CREATE, json.dumps(spec.to_wire())], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_plan_can_be_armed_again_and_again(tmp_path: Path) -> None:
+    arm = tmp_path / "arm"
+    store = open_store(faulty(tmp_path / ".syckpt", FaultPlan(action="error", only="link", arm=str(arm))))
+    store.create("first", b"")
+    for number in (1, 2):
+        arm.write_text(str(number))
+        for count in range(1, number):
+            store.create(f"good-{number}-{count}", b"")
+        with pytest.raises(StoreError, match="injected fault"):
+            store.create(f"bad-{number}", b"")
+        assert not arm.exists()
+    assert store.list() == ["first", "good-2-1"]
+
+
+def test_a_lasting_fault_ends_when_the_plan_is_disarmed(tmp_path: Path) -> None:
+    arm = tmp_path / "arm"
+    store = open_store(faulty(tmp_path / ".syckpt", FaultPlan(stop_at=2, action="eio", only="link", arm=str(arm), lasting=True)))
+    store.create("first", b"")
+    for name in ("second", "third"):
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.create(name, b"")
+    arm.write_text("0")
+    store.create("fourth", b"")
+    assert store.list() == ["first", "fourth"]
 
 
 def test_an_unknown_action_is_refused() -> None:
