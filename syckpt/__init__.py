@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from syckpt.checkpoint.loader import LoadReport, load
     from syckpt.checkpoint.manager import CheckpointManager
     from syckpt.checkpoint.saver import PendingCommit
-    from syckpt.dataloader import StatefulRandomSampler
+    from syckpt.dataloader import StatefulDistributedSampler, StatefulRandomSampler
     from syckpt.hyperparams.config import HyperConfig
     from syckpt.objects.commit import Commit
     from syckpt.repo.verify import VerifyReport
@@ -50,6 +50,7 @@ __all__ = [
     "RankTimeout",
     "RestartsExhausted",
     "StateError",
+    "StatefulDistributedSampler",
     "StatefulRandomSampler",
     "StoreError",
     "SyckptError",
@@ -66,6 +67,7 @@ _LAZY = {
     "HyperConfig": "syckpt.hyperparams.config",
     "LoadReport": "syckpt.checkpoint.loader",
     "PendingCommit": "syckpt.checkpoint.saver",
+    "StatefulDistributedSampler": "syckpt.dataloader",
     "StatefulRandomSampler": "syckpt.dataloader",
     "VerifyReport": "syckpt.repo.verify",
     "load": "syckpt.checkpoint.loader",

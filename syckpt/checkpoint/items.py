@@ -26,10 +26,10 @@ def is_stateful(value: Any) -> bool:
 def _is_named(node: Node) -> bool:
     """Whether a saved optimizer's state is keyed by parameter name: then its groups list texts."""
     try:
-        (pairs,) = (pairs for key, pairs in node["dict"] if key == "param_groups")
-        (params,) = (value for key, value in pairs["list"][0]["dict"] if key == "params")
-        return all(isinstance(name, str) for name in params["list"])
-    except (KeyError, ValueError, TypeError, IndexError):
+        (groups,) = (value for key, value in node["dict"] if key == "param_groups")
+        names = [name for group in groups["list"] for key, value in group["dict"] if key == "params" for name in value["list"]]
+        return bool(names) and all(isinstance(name, str) for name in names)
+    except (KeyError, ValueError, TypeError):
         return False
 
 
@@ -94,9 +94,13 @@ class Items:
         item = self._items[name]
         if isinstance(item, torch.optim.Optimizer):
             self._restore_optimizer(name, item, source)
+        elif isinstance(item, torch.nn.Module):
+            item.load_state_dict(source.read({name: item.state_dict()})[name])
         elif is_stateful(item):
-            state = source.read({name: item.state_dict()})[name]
-            item.load_state_dict(state)
+            # In place where the structure is the same, so that tensors stay on their devices. Where it has grown (a history, a buffer),
+            # the object itself decides what it takes.
+            template = item.state_dict()
+            item.load_state_dict(source.read({name: template if source.fits(name, template) else None})[name])
         elif isinstance(item, torch.Generator):
             item.set_state(source.read({name: None})[name].get_state())
         elif isinstance(item, np.random.Generator):

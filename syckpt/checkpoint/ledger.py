@@ -38,11 +38,22 @@ class Ledger:
         """Id of the newest save that has not failed; else of what was resumed."""
         return self._announced or self._published or (self.resumed.id if self.resumed else None)
 
-    def announce(self, commit: str, *, name: str | None = None, tags: Iterable[str] = ()) -> None:
-        """A save was handed over."""
+    @property
+    def lost(self) -> bool:
+        """Whether the newest save has failed."""
+        return self.failures > 0 and self._announced is None
+
+    def announce(self, pending: PendingCommit, *, name: str | None = None, tags: Iterable[str] = ()) -> None:
+        """A save was handed over; it may have failed by now, when the writer was found dead."""
         with self._lock:
-            self._announced = commit
-            self._names[commit] = (name, tuple(tags))
+            self._announced = None if pending.failed else pending.id
+            if not pending.failed:
+                self._names[pending.id] = (name, tuple(tags))
+
+    def heard(self, error: SyckptError) -> None:
+        """A failure was raised by other means."""
+        with self._lock:
+            self._unheard = [other for other in self._unheard if other is not error]
 
     def names_in_hand(self, kind: str) -> list[tuple[str, ...]]:
         """Names (or tags) of the saves that are not settled."""

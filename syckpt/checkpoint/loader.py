@@ -58,6 +58,7 @@ class Source:
         self.commit = commit
         self._reader = reader
         self._snapshot = reader.snapshot(commit)
+        self._streams: Any = None
 
     @property
     def names(self) -> set[str]:
@@ -87,13 +88,19 @@ class Source:
             raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}") from None
 
     def rng(self) -> Any:
-        """Return the saved random streams, as `state.rng.capture` made them."""
-        plan = fit(self._snapshot.manifest.rng, None, path=("rng",), entries=self.entries)
-        return plan.build(self.fetch(dict.fromkeys(plan.fresh)).__getitem__)
+        """Return the saved random streams, as `state.rng.capture` made them; read and verified once."""
+        if self._streams is None:
+            plan = fit(self._snapshot.manifest.rng, None, path=("rng",), entries=self.entries)
+            self._streams = plan.build(self.fetch(dict.fromkeys(plan.fresh)).__getitem__)
+        return self._streams
 
     def read(self, into: Mapping[str, Any]) -> dict[str, Any]:
         """Read items strictly, into live templates in place or (None) afresh. Raises: StateError, IntegrityError."""
         return read(self, into)[0]
+
+    def fits(self, name: str, template: Any) -> bool:
+        """Whether an item's structure is the template's."""
+        return not fit(self.node(name), template, path=(name,), entries=self.entries).problems
 
     def fetch(self, wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """Return verified entries by index: the given tensors filled in place, new CPU tensors for None.
@@ -112,7 +119,10 @@ class Source:
             direct = target
             if target is None or not _is_plain_memory(target) or target.dtype != dtype:
                 # As bytes first: not every dtype can be allocated by name without complaint.
-                direct = torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.sizes)
+                try:
+                    direct = torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.sizes)
+                except (RuntimeError, MemoryError) as exc:
+                    raise StateError(f"{nodes.format_path(entry.path)}: no memory for its {entry.nbytes} bytes; load a part of it") from exc
                 if target is not None:
                     copies.append((target, direct))
             assert direct is not None
@@ -149,10 +159,17 @@ def read(
     dry_run: bool = False,
 ) -> tuple[dict[str, Any], LoadReport]:
     """Read items of a commit; see `load`. Returns the mapping and the report."""
+    if isinstance(partial, str):
+        raise StateError(f"partial={partial!r}: expected a sequence of patterns, such as [{partial!r}]")
     report = LoadReport(commit=source.commit.id)
-    templates: Mapping[str, Any] = dict.fromkeys(items or sorted(source.names)) if into is None else into
-    options = Options(cast=cast, select=None if partial is None else matching(partial))
-    fitted = _fit_all(source, templates, report, options)
+    templates: Mapping[str, Any] = dict.fromkeys(sorted(source.names) if items is None else items) if into is None else into
+    _refuse_objects(templates)
+    chosen = _Chosen(partial)
+    fitted = _fit_all(source, templates, report, Options(cast=cast, select=None if partial is None else chosen))
+    if partial is not None and into is None:
+        fitted = {name: plan for name, plan in fitted.items() if name in chosen.items}
+    if strict and partial is not None and not chosen.items:
+        raise StateError(f"partial={list(partial)!r} takes nothing of commit {source.commit.id}; paths begin with {', '.join(templates)}")
     if not strict:
         report.skipped = sorted(report.mismatched)
     if strict and (report.missing or report.mismatched or (report.unexpected and partial is None)):
@@ -164,9 +181,11 @@ def read(
     more: list[tuple[int, torch.Tensor]] = []
     for plan in fitted.values():
         for index, target in plan.fills:
-            if wanted.get(index) is None:
+            # Converted targets are copies: what is read serves the others, too.
+            if wanted.get(index) is None and str(target.dtype) == f"torch.{source.entries[index].dtype}":
                 wanted[index] = target
             else:
+                wanted.setdefault(index, None)
                 more.append((index, target))
         for index in plan.fresh:
             wanted.setdefault(index, None)
@@ -185,6 +204,27 @@ def read(
         return moved[index]
 
     return {name: plan.build(tensor) for name, plan in fitted.items()}, report
+
+
+class _Chosen:
+    """The selection of `partial`, and the items of which it took something."""
+
+    def __init__(self, partial: Sequence[str] | None) -> None:
+        self._select = matching(partial or ())
+        self.items: set[str] = set()
+
+    def __call__(self, path: str) -> bool:
+        found = self._select(path)
+        if found:
+            self.items.add(path.partition("/")[0].strip('"'))
+        return found
+
+
+def _refuse_objects(templates: Mapping[str, Any]) -> None:
+    """A module given where its state is asked for would stay as it is, without a word."""
+    for name, template in templates.items():
+        if callable(getattr(template, "state_dict", None)):
+            raise StateError(f"into[{name!r}] is a {type(template).__name__}: pass its state_dict(), whose tensors are filled in place")
 
 
 def _fit_all(source: Source, templates: Mapping[str, Any], report: LoadReport, options: Options) -> dict[str, Fitted]:

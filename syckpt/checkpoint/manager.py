@@ -47,6 +47,9 @@ __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syckpt")
 _RNG = "<rng>"  # no item can be called that
+# Of the public contract, not here yet: an item of such a name could not be reached any more.
+_NAMES_TO_COME = frozenset({"goto", "create_branch", "checkout_branch", "delete_branch", "list_branches", "tag", "diff", "similar"})
+_NAMES_TO_COME |= {"print_tree", "retain", "gc", "export_ckpt", "prewarm"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class _Resume:
     source: Source
     rng_pending: bool
     entered: bool
+    rng_early: bool = False
+    """Restored on demand, by `restore`; what is drawn before the first epoch is entered again must not count."""
     deferred: list[str] = field(default_factory=list)
     """Optimizers that wait for the modules of their parameters."""
 
@@ -130,7 +135,7 @@ class CheckpointManager:
         self._run = topology.run_id()
         self._sequence = 0
         self._closed = False
-        self._report = LoadReport()
+        self._report = self._resume_report = LoadReport()
 
         spec = parse_root(root)
         self._repository = Repository.open_or_create(spec)
@@ -180,6 +185,8 @@ class CheckpointManager:
         # Only reached for what is no attribute of the class or the instance.
         if not name.startswith("_") and name in self._items:
             return self._items[name]
+        if name in _NAMES_TO_COME:
+            raise AttributeError(f"CheckpointManager.{name} is not in this version of syckpt")
         raise AttributeError(f"no item {name!r} is registered; registered: {', '.join(self._items.names()) or 'none'}")
 
     def __delattr__(self, name: str) -> None:
@@ -191,7 +198,7 @@ class CheckpointManager:
         The second time a name is assigned, the value replaces the first and nothing is restored.
         Raises: StateError for a name of the API, or a state that does not fit; IntegrityError when no commit is whole.
         """
-        if hasattr(type(self), name):
+        if isinstance(name, str) and (hasattr(type(self), name) or name in _NAMES_TO_COME):
             raise StateError(f"{name!r} is a name of CheckpointManager itself; register the item under another one")
         known = name in self._items
         self._items.put(name, obj)
@@ -202,13 +209,19 @@ class CheckpointManager:
             # A weak reference: the sampler may outlive the manager, and must not keep it.
             sampler.on_first_index = _weakly(self._on_first_index)
         if self._resume is not None and name in self._resume.source.names:
-            self._restore_or_fall_back(name)
+            try:
+                self._restore_or_fall_back(name)
+            except BaseException:
+                self._items.remove(name)  # The next one of that name is a first one, and restored.
+                raise
         elif self._resume is not None:
             _log.info("commit %s has no item %r: it starts as it is", self._resume.source.commit.id, name)
 
     def unregister(self, name: str) -> None:
         """Leave an item out of later commits. Raises: StateError."""
         self._items.remove(name)
+        if self._resume is not None and name in self._resume.deferred:
+            self._resume.deferred.remove(name)
 
     @property
     def config(self) -> HyperConfig:
@@ -219,7 +232,7 @@ class CheckpointManager:
 
     def _set_config(self, value: Any) -> None:
         self._hyper = value if isinstance(value, HyperConfig) else HyperConfig(value)
-        if self._resumed is not None and self._resumed.config and self._hyper != HyperConfig(self._resumed.config):
+        if self._resumed is not None and self._hyper != HyperConfig(self._resumed.config):
             _log.warning(
                 "the configuration differs from that of commit %s: %s",
                 self._resumed.id,
@@ -251,7 +264,9 @@ class CheckpointManager:
         self._resumed = commit
         self._resume = _Resume(source, rng_pending=self._with_rng and source.has_rng, entered=commit.entered)
         self._progress.resume(commit)
-        self._report = LoadReport(commit=commit.id, rng_exact=not self._resume.rng_pending and self._with_rng)
+        self._report = self._resume_report = LoadReport(commit=commit.id, rng_exact=False)
+        if self._with_rng and not source.has_rng:
+            self._resume_report.notes.append("the commit holds no random streams: it was saved with rng=False")
 
     def _restore_or_fall_back(self, name: str) -> None:
         """Restore an item; where its bytes are damaged, restore everything from the next older commit instead."""
@@ -260,9 +275,12 @@ class CheckpointManager:
         try:
             self._restore_one(name)
         except IntegrityError as exc:
-            _log.error("commit %s is damaged: %s", resume.source.commit.id, exc)
-            self._repository.mark(resume.source.commit.id, "damaged", why=str(exc))
+            self._pass_over(resume.source.commit, exc)
             self._fall_back()
+
+    def _pass_over(self, commit: Commit, damage: IntegrityError) -> None:
+        _log.error("commit %s is damaged: %s", commit.id, damage)
+        self._repository.mark(commit.id, "damaged", why=str(damage))
 
     def _fall_back(self) -> None:
         """Go to the newest commit that is whole in its bytes too, and restore everything registered from it."""
@@ -279,8 +297,7 @@ class CheckpointManager:
                         self._restore_one(name)
                 return
             except IntegrityError as exc:
-                _log.error("commit %s is damaged: %s", commit.id, exc)
-                self._repository.mark(commit.id, "damaged", why=str(exc))
+                self._pass_over(commit, exc)
 
     def _restore_one(self, name: str) -> None:
         resume = self._resume
@@ -297,21 +314,36 @@ class CheckpointManager:
         """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
         if self._closed:
             raise StateError("this manager is closed; make another one")
-        if self._resume is not None and self._resume.deferred:
-            # `restore` names what is missing.
-            for name in self._resume.deferred:
-                self._items.restore(name, self._resume.source)
+        self._saver.require_own_process()
+        self._settle_resume()
         if self._opened:
             return
         if self._resume is not None:
             unused = sorted(self._resume.source.names - set(self._items.names()))
-            self._report.unexpected += unused
+            self._resume_report.unexpected += unused
             if unused:
                 _log.info("commit %s also has %s, which this script does not register", self._resume.source.commit.id, ", ".join(unused))
         leases.await_holder(self._repository, self._branch, run=self._run, token=self._token)
         hold = open_branch(self._repository, self._branch, run=self._run, expected=self._tip, start=self._fork)
         self._saver.open(hold)
         self._opened = True
+
+    def _settle_resume(self) -> None:
+        """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""
+        while (resume := self._resume) is not None:
+            try:
+                # `restore` names what is missing; what is put right is tried again.
+                while resume.deferred:
+                    self._items.restore(resume.deferred[0], resume.source)
+                    del resume.deferred[0]
+                if resume.rng_pending:
+                    resume.source.rng()
+                return
+            except IntegrityError as exc:
+                if self._opened:
+                    raise
+                self._pass_over(resume.source.commit, exc)
+                self._fall_back()
 
     def restore(self) -> LoadReport:
         """Restore the random streams now and return the report of the resume.
@@ -320,39 +352,45 @@ class CheckpointManager:
         again, after the DataLoader's iterator exists (making it draws a base seed). Call it in scripts that use neither.
         """
         self._begin()
-        self._restore_rng()
-        return self._report
+        if self._resume is not None and self._resume.rng_pending:
+            self._restore_rng(self._resume)
+            self._resume.rng_early = True
+        return self._resume_report
 
-    def _restore_rng(self) -> None:
-        resume = self._resume
-        if resume is None or not resume.rng_pending:
+    def _restore_rng(self, resume: _Resume) -> None:
+        if not self._with_rng or not resume.source.has_rng:
             return
-        resume.rng_pending = False
         notes = streams.restore(resume.source.rng())
-        self._report.rng_exact = not notes
-        self._report.notes += notes
+        if resume.rng_pending:
+            self._resume_report.rng_exact = not notes
+            self._resume_report.notes += notes
+        resume.rng_pending = resume.rng_early = False
 
     def _on_first_index(self) -> None:
         """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
         resume, sampler = self._resume, self._items.sampler
-        facts = sampler.loader if sampler is not None else None
-        pending = resume is not None and resume.rng_pending
-        if resume is not None and resume.entered and pending:
-            self._restore_rng()
-            if facts is not None and facts.num_workers > 0 and not is_seeded(facts.dataset):
-                self._inexact("the loader's workers may draw random numbers of their own: wrap the dataset in syckpt.dataloader.seeded()")
-        elif (
-            resume is not None and self._progress.at_resume and facts is not None and facts.persistent_workers and resume.source.commit.step
-        ):
-            self._inexact("a loader with persistent_workers draws a seed at its first epoch only: iterate with ckpt.batches(loader)")
+        if resume is not None and self._progress.at_resume:
+            if resume.entered:
+                self._restore_rng(resume)
+            self._judge(resume, sampler.loader if sampler is not None else None)
         self._progress.entered = True
 
+    def _judge(self, resume: _Resume, loader: Any) -> None:
+        """Report what makes this epoch differ from the one that was cut off; `loader` is a DataLoader, or a sampler's facts about one."""
+        if getattr(loader, "num_workers", 0) == 0:
+            return
+        lived_on = loader.persistent_workers and resume.source.commit.step > 0
+        if lived_on and not self._progress.counts_batches:
+            self._inexact("a loader with persistent_workers draws a seed at its first epoch only: iterate with ckpt.batches(loader)")
+        if (resume.entered or lived_on) and not is_seeded(loader.dataset):
+            self._inexact("the loader's workers may draw random numbers of their own: wrap the dataset in syckpt.dataloader.seeded()")
+
     def _inexact(self, why: str) -> None:
-        if self._report.rng_exact:
+        report = self._resume_report
+        report.rng_exact = False
+        if why not in report.notes:
             _log.warning("this resume may differ from an uninterrupted run: %s", why)
-        self._report.rng_exact = False
-        if why not in self._report.notes:
-            self._report.notes.append(why)
+            report.notes.append(why)
 
     @property
     def resumed(self) -> Commit | None:
@@ -399,8 +437,7 @@ class CheckpointManager:
             if epochs is not None and epoch >= epochs:
                 return
             self._progress.enter(epoch, self._items.sampler)
-            if self._resume is not None and self._resume.rng_pending and not self._resume.entered:
-                self._restore_rng()
+            self._restore_rng_of_epoch()
             yield epoch
             self._progress.leave()
 
@@ -417,7 +454,7 @@ class CheckpointManager:
                 " ckpt.batches(), or call ckpt.restore() before the first draw"
             )
         self._progress.advance(n, n if batches is None else batches, self._items.sampler)
-        self._after_step()
+        self._after_step(n)
 
     def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
         """Iterate a loader, counting each batch when its body begins, and a step every `accumulate` batches.
@@ -428,27 +465,45 @@ class CheckpointManager:
         self._progress.count_by("batches")
         if type(accumulate) is not int or accumulate < 1:
             raise StateError(f"accumulate={accumulate!r}: expected a number of batches, at least 1")
-        resume = self._resume
-        pending = resume is not None and resume.rng_pending
-        # The run that was cut off had made its persistent iterator, and its draw, in its first epoch.
-        made_before = bool(getattr(loader, "persistent_workers", False)) and resume is not None and resume.source.commit.step > 0
-        if pending and resume is not None and not resume.entered and not made_before:
-            self._restore_rng()
-        self._progress.at_resume = False
-        iterator = iter(loader)
-        self._restore_rng()
+        # An epoch that is entered again makes its steps where they would have been.
+        done = self._progress.batch_idx if self._progress.at_resume else 0
+        iterator = self._iterate(loader)
         self._progress.entered = True
-        for number, batch in enumerate(iterator, start=1):
+        for number, batch in enumerate(iterator, start=done + 1):
             at_boundary = number % accumulate == 0
             self._progress.advance(1 if at_boundary else 0, 1, self._items.sampler)
             yield batch
             if at_boundary:
-                self._after_step()
+                self._after_step(1)
         self._progress.entered = False
 
-    def _after_step(self) -> None:
+    def _restore_rng_of_epoch(self) -> None:
+        """Where the resumed commit stands before its epoch's first draw: restore the streams, once."""
+        resume = self._resume
+        if resume is not None and not resume.entered and (resume.rng_pending or (resume.rng_early and self._progress.at_resume)):
+            self._restore_rng(resume)
+
+    def _iterate(self, loader: Any) -> Iterator[Any]:
+        """Make the loader's iterator, which draws a seed, so that the streams are behind it what they were in the run that was cut off."""
+        self._restore_rng_of_epoch()
+        resume = self._resume
+        if resume is None or not self._progress.at_resume:
+            return iter(loader)
+        # That run had made its persistent iterator, and its draw, in its first epoch.
+        made_before = getattr(loader, "persistent_workers", False) and resume.source.commit.step > 0
+        before = streams.capture() if made_before and not resume.entered else None
+        iterator: Iterator[Any] = iter(loader)
+        if resume.entered:
+            self._restore_rng(resume)
+        elif before is not None:
+            streams.restore(before)
+        self._judge(resume, loader)
+        self._progress.at_resume = False
+        return iterator
+
+    def _after_step(self, steps: int) -> None:
         self._saver.pump()
-        if self._interval.is_due(self._progress.step):
+        if self._interval.is_due(self._progress.step, steps):
             self.save()
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -483,6 +538,8 @@ class CheckpointManager:
             return None
         score = self._progress.metric if metric is None else _score(metric)
         values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
+        # In order of names, whatever the order of registration: the same state, the same manifest.
+        values = dict(sorted(values.items()))
         flat = flatten({**values, _RNG: self._rng_now()} if self._with_rng else values)
         rng = flat.nodes.pop(_RNG, None)
         done = self._progress.epoch_done(self._items.sampler, epoch_end)
@@ -501,7 +558,7 @@ class CheckpointManager:
             "name": checkpoint_id,
             "config": nodes.encode(config.to_dict()),
             "fingerprint": mark,
-            "rng_exact": self._resumed is None or self._report.rng_exact,
+            "rng_exact": self._resume is None or self._resume.rng_pending or self._resume_report.rng_exact,
             "sequence": self._sequence,
             "created_ns": str(time.time_ns()),
             "writer": f"syckpt {__version__}",
@@ -516,12 +573,16 @@ class CheckpointManager:
             sequence=self._sequence,
             nonce=secrets.token_bytes(16),
         )
-        pending = self._saver.submit(commit, flat, rng=rng, after=self._ledger.newest, meta=meta, started=started)
+        pending = self._saver.submit(commit, flat, rng=rng, after=lambda: self._ledger.newest, meta=meta, started=started)
         self._sequence += 1
         self._progress.saved(done=done, metric=score)
-        self._ledger.announce(commit, name=checkpoint_id, tags=tags)
+        self._ledger.announce(pending, name=checkpoint_id, tags=tags)
         if wait or not self._async_save:
-            pending.result(self._timeout_s)
+            try:
+                pending.result()
+            except SyckptError as exc:
+                self._ledger.heard(exc)  # Here; the next save does not fail for this one.
+                raise
         return pending
 
     def _rng_now(self) -> dict[str, Any]:
@@ -530,6 +591,8 @@ class CheckpointManager:
         return resume.source.rng() if resume is not None and resume.rng_pending else streams.capture()
 
     def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
+        if isinstance(tags, str):
+            raise StateError(f"tags={tags!r}: expected a sequence of names, such as ({tags!r},)")
         taken = [("names", name, "commit")] if name is not None else []
         for kind, ref, what in taken + [("tags", tag, "tag") for tag in tags]:
             ids.check_name(ref, what=what)
@@ -552,7 +615,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the saves in hand, end the writer, give the branch back. Raises: what a save failed with."""
-        if self._closed:
+        if self._closed or self._saver.is_inherited:
             return
         self._closed = True
         try:
@@ -565,16 +628,40 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._saver.is_inherited:
+            return  # A forked child leaves; the manager is its parent's.
         if kind is None:
-            if self._save_on_exit and not self._closed and self._opened and self._progress.advanced(self._items.sampler):
-                self.save(message="exit")
+            try:
+                earlier = self._final_save()
+            except BaseException as exc:
+                self._close_logged(type(exc).__name__)
+                raise
             self.close()
+            if earlier is not None:
+                raise earlier
             return
         # Half-updated state is never saved; what was handed over before is.
+        self._close_logged(kind.__name__)
+
+    def _final_save(self) -> SyckptError | None:
+        """Save what no commit has; return the failure of an earlier save that is still to be raised, which does not prevent this one."""
+        if self._closed or not self._opened or not self._save_on_exit:
+            return None
+        self._saver.wait_for(None, timeout_s=None)
+        earlier: SyckptError | None = None
+        try:
+            self._ledger.raise_failure()
+        except SyckptError as exc:
+            earlier = exc
+        if self._ledger.lost or self._progress.advanced(self._items.sampler):
+            self.save(message="exit")
+        return earlier
+
+    def _close_logged(self, leaving_by: str) -> None:
         try:
             self.close()
         except SyckptError as exc:
-            _log.error("while leaving by %s: %s", kind.__name__, exc)
+            _log.error("while leaving by %s: %s", leaving_by, exc)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -645,10 +732,13 @@ def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
 
 
 def _score(metric: Any) -> float:
-    value = metric.item() if hasattr(metric, "item") else metric
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise StateError(f"metric={metric!r}: expected a number")
-    return float(value)
+    try:
+        value = metric.item() if hasattr(metric, "item") else metric
+        if not isinstance(value, bool) and isinstance(value, int | float):
+            return float(value)
+    except (ValueError, RuntimeError, OverflowError):
+        pass  # Several elements, or beyond a float.
+    raise StateError(f"metric={metric!r}: expected a number")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -55,6 +55,11 @@ class Progress:
         self._closed = True
         self.entered = False
 
+    @property
+    def counts_batches(self) -> bool:
+        """Whether `batches` counts the steps."""
+        return self._counter == "batches"
+
     def count_by(self, counter: Literal["step_up", "batches"]) -> None:
         """Raises: StateError when steps are counted both ways."""
         if self._counter not in (None, counter):
@@ -82,7 +87,8 @@ class Progress:
         if self._closed:
             return True
         if sampler is not None:
-            return sampler.exhausted
+            # After a resume behind an epoch, the sampler still stands at that one's end.
+            return sampler.exhausted and sampler.epoch == self.epoch
         # A fresh state, saved before anything was done, has finished nothing.
         return self.step > 0 and not self.at_resume
 
@@ -93,7 +99,9 @@ class Progress:
 
     def advanced(self, sampler: StatefulRandomSampler | None) -> bool:
         """Whether there is anything that the last save does not have."""
-        return self._position(self.epoch_done(sampler, None)) != self._last_saved
+        *counters, done = self._position(self.epoch_done(sampler, None))
+        *saved, saved_done = self._last_saved
+        return counters != saved or (done and not saved_done)
 
     def _position(self, done: bool) -> tuple[int, int, int, bool]:
         return self.step, self.epoch, self.batch_idx, done
@@ -112,13 +120,11 @@ class Interval:
         elif every is not None:
             raise StateError(f'save_every={every!r}: expected a number of steps, or a time like "10m", "30s", "1h"')
         self._due_at = time.monotonic() + (self._seconds or 0.0)
-        self._last_step: int | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Whether a save is due after this step; says so once."""
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether a save is due, now that `steps` steps have led to `step`; by the clock, says so once."""
         if self._steps is not None:
-            before, self._last_step = self._last_step if self._last_step is not None else step - 1, step
-            return step // self._steps > before // self._steps
+            return step // self._steps > (step - steps) // self._steps
         if self._seconds is not None and time.monotonic() >= self._due_at:
             self._due_at = time.monotonic() + self._seconds
             return True

@@ -6,6 +6,7 @@ import logging
 
 from syckpt.errors import IntegrityError, NotFoundError, StoreError
 from syckpt.objects.commit import Commit
+from syckpt.repo import documents
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import newest_readable
 
@@ -22,6 +23,8 @@ def newest_whole(repository: Repository, branch: str) -> Commit | None:
     Raises: IntegrityError when there are commits but none is whole.
     """
     record, damage = newest_readable(repository, branch)
+    if not damage:
+        damage = _lost(repository, branch)
     for text in damage:
         _log.error("%s; going on from the record before it", text)
     if record is None or record.commit is None:
@@ -36,7 +39,7 @@ def newest_whole(repository: Repository, branch: str) -> Commit | None:
         try:
             commit = repository.read_commit(commit_id, seal=seal)
             if commit.damaged:
-                raise IntegrityError(f"commit {commit_id} was found damaged before (objects/{commit_id}.damaged)")
+                raise IntegrityError(f"commit {commit_id} was found damaged before: {_why(repository, commit_id)}")
             repository.check_whole(commit)
             return commit
         except (IntegrityError, NotFoundError) as exc:
@@ -50,6 +53,23 @@ def newest_whole(repository: Repository, branch: str) -> Commit | None:
         if older is None:
             raise IntegrityError(f"branch {branch!r} has no whole commit left: {'; '.join(tried[:5])}")
         number, commit_id, seal = older
+
+
+def _lost(repository: Repository, branch: str) -> list[str]:
+    """Return what shows that records after the newest one were lost: the copy for people may name a later commit."""
+    try:
+        repository.refs.head(f"heads/{branch}")
+    except IntegrityError as exc:
+        return [str(exc)]
+    return []
+
+
+def _why(repository: Repository, commit: str) -> str:
+    key = f"objects/{commit}.damaged"
+    try:
+        return f"{key} says {documents.read(repository.store, key, kind='mark')[0].get('why')}"
+    except (IntegrityError, NotFoundError):
+        return f"{key} does not say why"
 
 
 def _mark(repository: Repository, commit: str, why: str, *, already: bool) -> None:

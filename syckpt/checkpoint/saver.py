@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from syckpt.checkpoint.wire import Channel, PeerGone, watch_process
+from syckpt.checkpoint.wire import Channel, PeerGone, PeerStuck, watch_process
 from syckpt.dist import topology
-from syckpt.errors import CoordinationError, SyckptError, WriterDied, from_wire
+from syckpt.errors import CoordinationError, StateError, SyckptError, WriterDied, from_wire
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Lease
 from syckpt.repo import leases, owner
@@ -30,6 +31,13 @@ __all__ = ["PendingCommit", "Saver", "Settings"]
 
 _log = logging.getLogger("syckpt")
 _MAX_SLOTS = 2
+# Python's own modules first, then the packages that the writer needs, and nothing else: no module in the user's directories, no
+# `sitecustomize` or `.pth` file takes a name, or time.
+_WRITER = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), *sys.argv[3:]];"
+    " from syckpt.checkpoint.writer import main; sys.exit(main(sys.argv[1:3]))"
+)
+_PACKAGES = ("numpy", "blake3", "backports.zstd", "syckpt")
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,12 @@ class Settings:
     keyframe_every: int
     threads: int
     timeout_s: float
+
+
+def _package_folders() -> list[str]:
+    """Return the folders from which this process has imported the packages that the writer needs."""
+    found = [(name, sys.modules[name].__file__) for name in _PACKAGES if name in sys.modules]
+    return list(dict.fromkeys(str(Path(file).absolute().parents[name.count(".") + 1]) for name, file in found if file))
 
 
 class PendingCommit:
@@ -70,6 +84,11 @@ class PendingCommit:
         return self._commit
 
     @property
+    def failed(self) -> bool:
+        """Whether the save is known to have failed."""
+        return self._error is not None
+
+    @property
     def _settled(self) -> bool:
         return self._commit is not None or self._error is not None
 
@@ -96,6 +115,25 @@ class _Process:
     ready: bool = False
     slots: set[int] = field(default_factory=set)
     """Slots that this process has mapped, in their present size."""
+
+    def await_exit(self, timeout_s: float) -> int | None:
+        """Return the exit status, or None if the process is still there after `timeout_s`."""
+        try:
+            if self.pidfd is None:
+                return self.popen.wait(timeout_s)
+            # Not `Popen.wait`, which sleeps in between.
+            select.select([self.pidfd], [], [], timeout_s)
+            return self.popen.poll()
+        except subprocess.TimeoutExpired:
+            return None
+
+    def let_go(self) -> None:
+        """Give up the descriptor; should the process still be there, its status is collected in the background."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        if self.popen.poll() is None:
+            threading.Thread(target=self.popen.wait, name="syckpt-reaper", daemon=True).start()
 
 
 class Saver:
@@ -151,12 +189,16 @@ class Saver:
         self.pump()
         return len(self._in_hand) >= _MAX_SLOTS
 
-    def submit(self, commit: str, flat: Flat, *, rng: Any, after: str | None, meta: dict[str, Any], started: float) -> PendingCommit:
+    def submit(
+        self, commit: str, flat: Flat, *, rng: Any, after: Callable[[], str | None], meta: dict[str, Any], started: float
+    ) -> PendingCommit:
         """Copy the state into a slot and hand it to the writer; on return the caller may change its tensors.
 
+        `after()` is the save, or commit, that this one is to follow.
         `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
         Raises: CoordinationError when no slot comes free in time; StoreError when there is no memory for one.
         """
+        self.require_own_process()
         with self._lock:
             self._ensure_writer()
             offsets, nbytes = layout(flat.leaves)
@@ -169,7 +211,8 @@ class Saver:
                 "op": "save",
                 "id": commit,
                 "slot": slot.index,
-                "after": after,
+                # Asked now: waiting for a slot may have shown that the save before this one failed.
+                "after": after(),
                 "tensors": {
                     "path": [list(leaf.path) for leaf in flat.leaves],
                     "dtype": [leaf.dtype for leaf in flat.leaves],
@@ -183,7 +226,8 @@ class Saver:
             pending = PendingCommit(commit, self)
             self._in_hand[commit] = _InHand(pending, slot, 0.0)
             self._send_save(slot, message)
-            self._in_hand[commit].stall_s = time.perf_counter() - started if commit in self._in_hand else 0.0
+            if commit in self._in_hand:  # else the writer was found dead
+                self._in_hand[commit].stall_s = time.perf_counter() - started
             return pending
 
     def _send_save(self, slot: Slot, message: dict[str, Any]) -> None:
@@ -194,8 +238,8 @@ class Saver:
                 process.channel.send({"op": "slot", "index": slot.index, "nbytes": slot.nbytes}, fd=slot.fd)
                 process.slots.add(slot.index)
             process.channel.send(message)
-        except PeerGone:
-            self._writer_ended()
+        except PeerGone as exc:
+            self._lost(exc)
         except BaseException:
             # The channel is closed: the writer completes what it has in hand, and ends.
             self._writer_ended()
@@ -225,11 +269,24 @@ class Saver:
         self._slots.append(slot)
         return slot
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that made the saver, to which the writer listens."""
+        return self._pid != os.getpid()
+
+    def require_own_process(self) -> None:
+        """Raises: StateError in a fork."""
+        if self.is_inherited:
+            raise StateError(
+                f"this manager belongs to process {self._pid}, of which this one, {os.getpid()}, is a fork: save there, or make another"
+                " manager here, on a branch of its own"
+            )
+
     # -- hearing of saves --------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Take in what the writer has said, without waiting."""
-        if self._pid == os.getpid():
+        if not self.is_inherited:
             with self._lock:
                 while self._pump(0.0):
                     pass
@@ -241,6 +298,8 @@ class Saver:
         """
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        if self._in_hand:
+            self.require_own_process()
         while not pending._settled if pending is not None else bool(self._in_hand):
             with self._lock:
                 heard = self._pump(min(0.5, deadline - time.monotonic()))
@@ -266,8 +325,8 @@ class Saver:
         if process.channel in ready:
             try:
                 event, _ = process.channel.receive()
-            except PeerGone:
-                self._writer_ended()
+            except PeerGone as exc:
+                self._lost(exc)
                 return True
             self._handle(event)
             return True
@@ -314,19 +373,16 @@ class Saver:
 
     def _start(self) -> None:
         assert self._hold is not None
-        self._take_lease(self._hold)
         ours, theirs = socket.socketpair()
         me = watch_process(os.getpid())
         passed = [theirs.fileno()] if me is None else [theirs.fileno(), me]
-        path = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "syckpt.checkpoint.writer", str(theirs.fileno()), "-" if me is None else str(me)],
+                [sys.executable, "-S", "-c", _WRITER, str(theirs.fileno()), "-" if me is None else str(me), *_package_folders()],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
-                # From "/", `-m` finds syckpt by this path alone, and nothing in the user's directory shadows a module.
                 cwd="/",
-                env=topology.child_environment(PYTHONPATH=path, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
+                env=topology.child_environment(PYTHONPATH="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
                 # Launchers kill process groups; the writer has to outlive its trainer.
                 start_new_session=True,
             )
@@ -336,7 +392,7 @@ class Saver:
             theirs.close()
             if me is not None:
                 os.close(me)
-        channel = Channel(ours)
+        channel = Channel(ours, timeout_s=self._settings.timeout_s)
         self._process = _Process(popen, channel, watch_process(popen.pid))
         settings, hold = self._settings, self._hold
         start = {
@@ -353,26 +409,37 @@ class Saver:
             "keyframe_every": settings.keyframe_every,
             "threads": settings.threads,
         }
+        self._take_lease(hold, popen.pid)
         try:
             channel.send(start)
-        except PeerGone:
-            self._writer_ended()
+        except PeerGone as exc:
+            self._lost(exc)
 
-    def _take_lease(self, hold: Hold) -> None:
-        """Say who writes the branch at once: a newcomer that came before the writer is up would take it for free."""
-        lease = leases.expiring(Lease(hold.branch, hold.run, hold.generation, self._settings.token, owner.this_process(), None, 0))
+    def _take_lease(self, hold: Hold, writer: int) -> None:
+        """Say who writes the branch at once: whoever opens it before the writer is up would take it, and not wait for what it writes."""
+        holders = owner.this_process(), owner.owner_of(writer)
+        lease = leases.expiring(Lease(hold.branch, hold.run, hold.generation, self._settings.token, *holders, 0))
         try:
             leases.write(self._repository, lease)
         except SyckptError as exc:
             # A hint: the records decide who may publish.
             _log.warning("the lease on %s could not be taken: %s", hold.branch, exc)
 
-    def _writer_ended(self, cause: SyckptError | None = None) -> None:
+    def _lost(self, why: PeerGone) -> None:
+        """No message can be exchanged with the writer any more: it has ended, or is ended here."""
+        pid = self.writer_pid
+        if not isinstance(why, PeerStuck):
+            self._writer_ended()
+            return
+        cause = f"writer process {pid} took no message for {self._settings.timeout_s:g} s: it was stopped or hung, and has been killed"
+        self._writer_ended(CoordinationError(f"{cause}; the next save starts another"), kill=True)
+
+    def _writer_ended(self, cause: SyckptError | None = None, *, kill: bool = False) -> None:
         """Account for every save in hand of a writer that is no more: published, as the records show, or lost."""
         process, self._process = self._process, None
         if process is None:
             return
-        code = self._reap(process)
+        code = self._reap(process, timeout_s=0.0 if kill else self._settings.timeout_s)
         published = self._published() if self._in_hand else {}
         for commit_id in list(self._in_hand):
             if commit_id in published:
@@ -383,14 +450,14 @@ class Saver:
                 self._settle(commit_id, error=cause or WriterDied(why))
 
     @staticmethod
-    def _reap(process: _Process) -> int | None:
+    def _reap(process: _Process, *, timeout_s: float) -> int | None:
+        """Let a writer end, which it does after its last save when nobody is at the other end; by force after `timeout_s`."""
         process.channel.close()
-        try:
-            code: int | None = process.popen.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            code = None
-        if process.pidfd is not None:
-            os.close(process.pidfd)
+        code = process.await_exit(timeout_s)
+        if code is None:
+            process.popen.kill()
+            code = process.await_exit(10)  # Not without end: a process in a system call that hangs cannot be killed.
+        process.let_go()
         return code
 
     def _published(self) -> dict[str, Commit]:
@@ -411,30 +478,41 @@ class Saver:
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait for the saves in hand, end the writer and free the slots. Raises: CoordinationError when it takes too long."""
-        if self._pid != os.getpid():
+        if self.is_inherited:
             return  # A forked child: the saver is its parent's.
         try:
             self.wait_for(None, timeout_s=timeout_s)
-            if self._process is None or self._say_goodbye(self._process):
-                self._give_back()
+            if self._process is not None:
+                self._say_goodbye(self._process)
+            self._give_back()
         finally:
+            self._leave_to_itself()
             for slot in self._slots:
                 slot.close()
             self._slots.clear()
 
-    def _say_goodbye(self, process: _Process) -> bool:
-        """Let the writer end; False for one that does not."""
+    def _say_goodbye(self, process: _Process) -> None:
+        """Let the writer end, which has nothing left to do."""
         with self._lock:
             try:
                 process.channel.send({"op": "close"})
             except PeerGone:
                 _log.debug("the writer has ended already")
-            try:
-                process.popen.wait(timeout=self._settings.timeout_s)
-            except subprocess.TimeoutExpired:
-                _log.warning("writer process %d does not end; it is left to itself", process.popen.pid)
             self._process = None
-            return self._reap(process) is not None
+            if process.await_exit(self._settings.timeout_s) is None:
+                _log.warning("writer process %d did not end when it was told to; it has been killed", process.popen.pid)
+            self._reap(process, timeout_s=0.0)
+
+    def _leave_to_itself(self) -> None:
+        """Part from a writer that is still at work: it completes what it can, and ends."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.channel.close()
+                process.let_go()
+            for commit_id in list(self._in_hand):
+                why = f"save {commit_id} was not durable when its manager was closed; the writer completes it if it still can"
+                self._settle(commit_id, error=CoordinationError(why))
 
     def _give_back(self) -> None:
         """Give back the lease of a writer that died, or could not: this process lives on, so nobody else would take the lease for lost."""

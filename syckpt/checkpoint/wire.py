@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 from typing import Any
 
-__all__ = ["Channel", "PeerGone"]
+__all__ = ["Channel", "PeerGone", "PeerStuck", "watch_process"]
 
 _HEADER = struct.Struct("<IB3x")
 _MAX_NBYTES = 1 << 30
@@ -18,11 +19,21 @@ class PeerGone(Exception):
     """The other process has closed its end."""
 
 
-class Channel:
-    """One end of a socket pair. `send` and `receive` may be used by one thread each."""
+class PeerStuck(PeerGone):
+    """The other process takes, or finishes, no message within the time allowed. What it has got of one is cut off: it cannot go on."""
 
-    def __init__(self, sock: socket.socket) -> None:
+
+class Channel:
+    """One end of a socket pair. `send` and `receive` may be used by one thread each.
+
+    `timeout_s` bounds a send, and each silence inside of a message. `peer` is a descriptor of the other process (`watch_process`): should
+    it die in the middle of a message, its end may be kept open by children that inherited it.
+    """
+
+    def __init__(self, sock: socket.socket, *, timeout_s: float | None = None, peer: int | None = None) -> None:
         self.sock = sock
+        self._peer = peer
+        sock.settimeout(timeout_s)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -38,6 +49,8 @@ class Channel:
                 # The descriptor travels with the first byte; the header is short enough never to be cut.
                 sent = socket.send_fds(self.sock, [header], [fd])
                 self.sock.sendall(header[sent:] + data)
+        except TimeoutError as exc:
+            raise PeerStuck(str(exc)) from exc
         except OSError as exc:
             raise PeerGone(str(exc)) from exc
         except BaseException:
@@ -56,6 +69,8 @@ class Channel:
             if length > _MAX_NBYTES or bool(has_fd) != bool(fds):
                 raise PeerGone(f"a malformed message of {length} bytes")
             return json.loads(self._exactly(length)), fds[0] if fds else None
+        except TimeoutError as exc:
+            raise PeerStuck(str(exc)) from exc
         except OSError as exc:
             raise PeerGone(str(exc)) from exc
         except BaseException:
@@ -66,6 +81,8 @@ class Channel:
         data = bytearray(count)
         view = memoryview(data)
         while view:
+            if self._peer is not None and self.fileno() not in select.select([self.fileno(), self._peer], [], [])[0]:
+                raise PeerGone("ended in the middle of a message")
             got = self.sock.recv_into(view)
             if got == 0:
                 raise PeerGone("closed in the middle of a message")

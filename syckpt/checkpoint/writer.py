@@ -83,10 +83,14 @@ class _Renewal:
         self._lease = lease
         self._stop = threading.Event()
         self._renew()
-        threading.Thread(target=self._run, name="syckpt-lease", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="syckpt-lease", daemon=True)
+        self._thread.start()
 
     def _renew(self) -> None:
         try:
+            held = leases.read(self._repository, self._lease.branch)
+            if held is not None and held.generation > self._lease.generation:
+                return  # Fenced: the branch is somebody else's, and so is the lease.
             leases.write(self._repository, leases.expiring(self._lease))
         except SyckptError as exc:
             # A hint: the records decide who may publish.
@@ -99,6 +103,7 @@ class _Renewal:
     def stop(self) -> None:
         """Stop and give the lease back."""
         self._stop.set()
+        self._thread.join(leases.LEASE_S)
         try:
             leases.release(self._repository, self._lease.branch, token=self._lease.token)
         except SyckptError as exc:
@@ -150,16 +155,10 @@ class _Writer:
                 _log.exception("save %s failed", message["id"])
             self._packer.failed()
             self._failed[message["id"]] = message["after"]
-            self._tell({"event": "failed", "id": message["id"], "error": to_wire(exc)})
+            _tell(self._channel, {"event": "failed", "id": message["id"], "error": to_wire(exc)})
             return
         durable_s = time.perf_counter() - begun
-        self._tell({"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
-
-    def _tell(self, event: dict[str, Any]) -> None:
-        try:
-            self._channel.send(event)
-        except PeerGone:
-            _log.debug("no trainer is left to hear of %s", event["event"])
+        _tell(self._channel, {"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
 
     def _commit(self, message: dict[str, Any], begun: float) -> Commit:
         if not self._recovered:
@@ -236,13 +235,21 @@ class _Writer:
         self._renewal.stop()
 
 
+def _tell(channel: Channel, event: dict[str, Any]) -> None:
+    """Tell the trainer, if there still is one: its saves are completed without it, too."""
+    try:
+        channel.send(event)
+    except PeerGone:
+        _log.debug("no trainer is left to hear of %s", event["event"])
+
+
 def main(arguments: list[str]) -> int:
     """Serve the trainer at the other end of the socket until it is done or gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="[syckpt writer] %(message)s", stream=sys.stderr)
-    channel = Channel(socket.socket(fileno=int(arguments[0])))
     pidfd = int(arguments[1]) if arguments[1] != "-" else None
+    channel = Channel(socket.socket(fileno=int(arguments[0])), peer=pidfd)
     inbox = _Inbox(channel, pidfd)
     first = inbox.queue.get()
     if first is None:
@@ -250,9 +257,9 @@ def main(arguments: list[str]) -> int:
     try:
         writer = _Writer(channel, first.message)
     except SyckptError as exc:
-        channel.send({"event": "fatal", "error": to_wire(exc)})
+        _tell(channel, {"event": "fatal", "error": to_wire(exc)})
         return 1
-    channel.send({"event": "ready"})
+    _tell(channel, {"event": "ready"})
     while (mail := inbox.queue.get()) is not None and mail.message["op"] != "close":
         writer.handle(mail)
     writer.close()

@@ -1,4 +1,4 @@
-"""A random sampler that resumes at what was consumed.
+"""Random samplers that resume at what was consumed, on one rank or many.
 
 Contract: the order of an epoch depends on (length of the dataset, seed, epoch) alone, and the saved position is the number of samples of
 it that were *consumed* (`advance`, which the manager calls for every step), not the number that was yielded: a DataLoader's workers and
@@ -10,8 +10,14 @@ epoch, but the state moves there only when the first batch of it is consumed; un
 iteration only after the last batch's step. Moving the position (`set_epoch`, `load_state_dict`) makes iterators that are under way
 useless: their next draw raises.
 
-The position counts samples of one order that all ranks would share; one process takes all of it. What differs with several ranks is how
-many samples a step consumes (`_stride`) and which positions of the order a process draws (`_positions`).
+Ranks: all share one order and one position, which counts samples of all of them. A *global batch* is the next batch_size * num_replicas
+samples from the position; rank r takes the r-th run of batch_size samples of it. If fewer are left, they are split as evenly as possible,
+the first ranks taking one more, so every rank has the same number of batches; only if fewer are left than there are ranks do the other
+ranks repeat them, one sample each. `drop_last` drops such an incomplete global batch instead. The state names no number of ranks: any
+number goes on from it, and either class loads the other's.
+
+Global batches are counted from the position. So a tail that was dropped is taken up again after a resume with smaller global batches that
+fit into it, unless `set_epoch` (as `CheckpointManager.loop` does) goes on to the next epoch.
 """
 
 from __future__ import annotations
@@ -30,37 +36,37 @@ from syckpt.dataloader.permutation import Permutation
 from syckpt.dataloader.seeded import announce_epoch
 from syckpt.errors import FormatError, StateError
 
-__all__ = ["StatefulRandomSampler"]
+__all__ = ["StatefulDistributedSampler", "StatefulRandomSampler", "StatefulSampler"]
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
 # Chunks grow, so that a resume evaluates few positions before its first batch and a long run pays little for each.
 _FIRST_CHUNK = 256
 _MAX_CHUNK = 8192
+_MAX_INT64 = 2**63 - 1
 
 
-class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
-    """Indices of `data_source` in a new order every epoch, resumable at any batch: `DataLoader(ds, batch_size=B, sampler=s)`.
-
-    `batch_size` must be the loader's (checked when it asks for the first index). With `drop_last` an epoch has whole batches only.
-    The length of `data_source` is taken once, here.
-    """
+class StatefulSampler(Sampler[int]):  # type: ignore[misc]
+    """What both samplers are: rank `rank`'s part, of `num_replicas`, of one order."""
 
     on_first_index: Callable[[], None] | None
     """Called right before each iteration's first index is yielded: the DataLoader's iterator exists by then and has drawn its base seed."""
     loader: LoaderFacts | None
     """What was found out about the loader that iterated last; None if none did."""
 
-    def __init__(self, data_source: Sized, batch_size: int, *, seed: int = 42, shuffle: bool = True, drop_last: bool = False) -> None:
+    def __init__(
+        self, data_source: Sized, batch_size: int, *, num_replicas: int, rank: int, seed: int, shuffle: bool, drop_last: bool
+    ) -> None:
         super().__init__()
-        self._require_sole_process()
         try:
             self._length = len(data_source)
         except TypeError:
             raise StateError(f"the sampler's data_source needs a length; {type(data_source).__name__} has none") from None
         self.data_source = data_source
-        self.batch_size = _checked_int(batch_size, "batch_size", low=1, high=2**63 - 1)
-        self.seed = _checked_int(seed, "seed", low=-(2**63), high=2**63 - 1)
+        self.num_replicas = _checked_int(num_replicas, "num_replicas", low=1, high=_MAX_INT64)
+        self.rank = _checked_int(rank, "rank", low=0, high=self.num_replicas - 1)
+        self.batch_size = _checked_int(batch_size, "batch_size", low=1, high=_MAX_INT64 // self.num_replicas)
+        self.seed = _checked_int(seed, "seed", low=-(2**63), high=_MAX_INT64)
         self.shuffle = _checked_bool(shuffle, "shuffle")
         self.drop_last = _checked_bool(drop_last, "drop_last")
         self.on_first_index = None
@@ -78,7 +84,7 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that were consumed."""
+        """Samples of this epoch that were consumed, by all ranks together."""
         return self._consumed
 
     @property
@@ -89,20 +95,21 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
     @property
     def exhausted(self) -> bool:
         """Whether this epoch holds no further batch; a loader that drops the last one counts once it was seen, here or before the save."""
-        return self._consumed >= self._end(drop_last=self.drop_last or self._loader_drops_last)
+        return self._consumed >= self._end(self._consumed, loader_drops_last=self._loader_drops_last)
 
     def __len__(self) -> int:
-        """Return the number of samples of a whole epoch, wherever the position is."""
-        return self._length - (self._length % self._stride if self.drop_last else 0)
+        """Return the number of samples that this rank draws in a whole epoch, wherever the position is."""
+        whole, rest = divmod(self._end(0), self._stride)
+        return whole * self.batch_size + self._share(rest, self.rank)[1]
 
     def advance(self, batches: int) -> None:
-        """Count batches as consumed, at most to the end of the epoch; the first one of a newly begun epoch moves there."""
-        batches = _checked_int(batches, "batches", low=0, high=2**63 - 1)
+        """Count batches, of every rank, as consumed, at most to the end of the epoch; the first one of a newly begun epoch moves there."""
+        batches = _checked_int(batches, "batches", low=0, high=_MAX_INT64)
         if batches == 0:
             return
         if self._next_epoch_began:
             self._epoch, self._consumed, self._next_epoch_began = self._epoch + 1, 0, False
-        end = self._end(drop_last=self.drop_last or self._loader_drops_last)
+        end = self._end(self._consumed, loader_drops_last=self._loader_drops_last)
         self._consumed = min(self._consumed + batches * self._stride, end)
 
     def set_epoch(self, epoch: int) -> None:
@@ -111,7 +118,7 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
         An epoch that is exhausted starts anew: naming it asks for it. A hand-written loop after a resume therefore starts at
         `sampler.epoch + sampler.exhausted`; `CheckpointManager.loop` does.
         """
-        epoch = _checked_int(epoch, "epoch", low=0, high=2**63 - 1)
+        epoch = _checked_int(epoch, "epoch", low=0, high=_MAX_INT64)
         if self._next_epoch_began and epoch == self._epoch + 1:
             self._epoch, self._consumed, self._next_epoch_began = epoch, 0, False
         elif epoch != self._epoch or self.exhausted:
@@ -133,7 +140,8 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position. The order is the saved one (the state's seed and `shuffle` win, with a log line), not the batch size.
+        """Go to a saved position. The order is the saved one (the state's seed and `shuffle` win, with a log line), not the batch
+        size or the number of ranks.
 
         Raises: StateError when the dataset has another length or the state is not a sampler's, FormatError when a newer syckpt wrote it.
         Nothing is changed then.
@@ -150,9 +158,9 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
                 f"the sampler's position is in a dataset of {length} samples, found one of {self._length}: its order and position mean "
                 f"nothing here; resume with the same data, or leave the sampler out of the restored items and start a new epoch"
             )
-        seed = _checked_int(state_dict["seed"], "seed", low=-(2**63), high=2**63 - 1)
+        seed = _checked_int(state_dict["seed"], "seed", low=-(2**63), high=_MAX_INT64)
         shuffle = _checked_bool(state_dict["shuffle"], "shuffle")
-        epoch = _checked_int(state_dict["epoch"], "epoch", low=0, high=2**63 - 1)
+        epoch = _checked_int(state_dict["epoch"], "epoch", low=0, high=_MAX_INT64)
         consumed = _checked_int(state_dict["consumed"], "consumed", low=0, high=self._length)
         loader_drops_last = _checked_bool(state_dict["loader_drop_last"], "loader_drop_last")
         if (seed, shuffle) != (self.seed, self.shuffle):
@@ -168,13 +176,15 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rest of the epoch, or the next one if this is exhausted. Nothing happens before the first index is asked for."""
-        self._require_sole_process()
-        self._observe_loader()
+        self._check_process_group()
+        loader = self._observe_loader()
         began_next = self.exhausted
         epoch, start = (self._epoch + 1, 0) if began_next else (self._epoch, self._consumed)
-        end = self._end(drop_last=self.drop_last, start=start)
+        end = self._end(start)
         if start >= end:
             return
+        if loader is not None and loader.drop_last:
+            self._check_all_shares_are_dropped_or_none((end - start) % self._stride)
         self._next_epoch_began = began_next
         moves = self._moves
         for dataset in (self.data_source, self.loader.dataset if self.loader else None):
@@ -189,35 +199,52 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
                     raise StateError("the sampler's position was moved during this iteration; start a new one: iterate the loader again")
                 yield index
 
+    def _check_process_group(self) -> None:
+        """Raises: StateError when this process group is not the one that the sampler is for."""
+        raise NotImplementedError
+
     @property
     def _stride(self) -> int:
-        """Samples of the shared order that one batch of every rank consumes."""
-        return self.batch_size
+        """Samples of a global batch."""
+        return self.batch_size * self.num_replicas
+
+    def _share(self, rest: int, rank: int) -> tuple[int, int]:
+        """Return where a rank's share of an incomplete global batch of `rest` samples begins, and its size."""
+        if 0 < rest < self.num_replicas:
+            return rank % rest, 1
+        size, larger = divmod(rest, self.num_replicas)
+        return rank * size + min(rank, larger), size + (rank < larger)
+
+    def _end(self, start: int, *, loader_drops_last: bool = False) -> int:
+        """Return where the epoch ends for whoever is at `start`: behind its last sample, or before an incomplete global batch to drop."""
+        # Whole batches from here, not from 0: after a change of their size the position need not be a multiple of it.
+        rest = (self._length - start) % self._stride
+        # A loader counts samples: with one repeated for every rank, a batch of 1 is whole. Rank 0 has the largest share.
+        dropped = self.drop_last or (loader_drops_last and self._share(rest, 0)[1] < self.batch_size)
+        return self._length - (rest if dropped else 0)
 
     def _positions(self, start: int, end: int) -> Iterator[Any]:
-        """Yield this process's positions of the shared order between two of them, in chunks (int64 arrays)."""
-        size = _FIRST_CHUNK
-        while start < end:
-            stop = min(start + size, end)
-            yield np.arange(start, stop, dtype=np.int64)
-            start, size = stop, min(2 * size, _MAX_CHUNK)
-
-    def _end(self, *, drop_last: bool, start: int | None = None) -> int:
-        """Return where the epoch ends for whoever is at `start`, by default the consumed position."""
-        if not drop_last:
-            return self._length
-        # Whole batches from here, not from 0: after a change of batch size the position need not be a multiple of it.
-        rest = self._length - (self._consumed if start is None else start)
-        return self._length - rest % self._stride
+        """Yield this rank's positions of the order between two of them, in chunks (int64 arrays)."""
+        whole, rest = divmod(end - start, self._stride)
+        first, size = self._share(rest, self.rank)
+        parts = ((start + self.rank * self.batch_size, whole * self.batch_size), (end - rest + first, size))
+        for origin, count in parts:
+            low, chunk = 0, _FIRST_CHUNK
+            while low < count:
+                high = min(low + chunk, count)
+                own: Any = np.arange(low, high, dtype=np.int64)
+                # The other ranks' samples lie between two batches of this one.
+                yield origin + own + own // self.batch_size * (self._stride - self.batch_size)
+                low, chunk = high, min(2 * chunk, _MAX_CHUNK)
 
     def _move(self, *, epoch: int, consumed: int) -> None:
         self._epoch, self._consumed, self._next_epoch_began = epoch, consumed, False
         self._moves += 1
 
-    def _observe_loader(self) -> None:
+    def _observe_loader(self) -> LoaderFacts | None:
         facts = observe(self)
         if facts is None:
-            return
+            return None
         if facts.batch_size not in (None, self.batch_size):
             raise StateError(
                 f"the DataLoader has batch_size={facts.batch_size}, its sampler batch_size={self.batch_size}: positions would be wrong; "
@@ -228,14 +255,83 @@ class StatefulRandomSampler(Sampler[int]):  # type: ignore[misc]
                 "the DataLoader has in_order=False: batches come in any order, so a count of them is no position; use in_order=True"
             )
         self.loader, self._loader_drops_last = facts, facts.drop_last
+        return facts
 
-    def _require_sole_process(self) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    def _check_all_shares_are_dropped_or_none(self, rest: int) -> None:
+        largest, smallest = (self._share(rest, rank)[1] for rank in (0, self.num_replicas - 1))
+        if smallest < self.batch_size <= largest:
             raise StateError(
-                f"StatefulRandomSampler in a process group of {distributed.get_world_size()} ranks: each would draw the same samples; "
-                f"use StatefulDistributedSampler"
+                f"the DataLoader has drop_last=True and this epoch's last {rest} samples make {largest} a rank, but {smallest} on the last"
+                f" ranks: with batch_size={self.batch_size} only those would drop theirs, and ranks would make different numbers of steps;"
+                f" make the sampler with drop_last=True"
             )
+
+
+class StatefulRandomSampler(StatefulSampler):
+    """Indices of `data_source` in a new order every epoch, resumable at any batch: `DataLoader(ds, batch_size=B, sampler=s)`.
+
+    `batch_size` must be the loader's (checked when it asks for the first index). With `drop_last` an epoch has whole batches only.
+    The length of `data_source` is taken once, here. For one process; several ranks use `StatefulDistributedSampler`.
+    """
+
+    def __init__(self, data_source: Sized, batch_size: int, *, seed: int = 42, shuffle: bool = True, drop_last: bool = False) -> None:
+        self._check_process_group()
+        super().__init__(data_source, batch_size, num_replicas=1, rank=0, seed=seed, shuffle=shuffle, drop_last=drop_last)
+
+    def _check_process_group(self) -> None:
+        size = _process_group_size()
+        if size > 1:
+            raise StateError(
+                f"StatefulRandomSampler in a process group of {size} ranks: each would draw the same samples;"
+                f" use StatefulDistributedSampler"
+            )
+
+
+class StatefulDistributedSampler(StatefulSampler):
+    """This rank's indices of `data_source`, of one order for all ranks, resumable at any batch on any number of ranks.
+
+    `batch_size` is one rank's and must be the loader's. `num_replicas` and `rank` are the process group's unless given, as for model
+    parallelism, where several ranks read the same data. With `drop_last` an epoch has whole global batches only.
+    Every rank must make its sampler alike, and advance it by the same batches.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        batch_size: int,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 42,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        size = _process_group_size()
+        self._expected_group_size = size if num_replicas is None or rank is None else None
+        if num_replicas is None:
+            num_replicas = size
+        if rank is None:
+            if num_replicas != size:
+                raise StateError(f"num_replicas={num_replicas!r} with {_described(size)}: which of them is this process? Pass rank=, too")
+            rank = torch.distributed.get_rank() if size > 1 else 0
+        super().__init__(data_source, batch_size, num_replicas=num_replicas, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last)
+
+    def _check_process_group(self) -> None:
+        size, expected = _process_group_size(), self._expected_group_size
+        if expected is not None and expected != size:
+            raise StateError(
+                f"the sampler was made with {_described(expected)}, and iterates with {_described(size)}: make it after"
+                f" init_process_group, or pass num_replicas= and rank="
+            )
+
+
+def _process_group_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _described(size: int) -> str:
+    return "no process group" if size == 1 else f"a process group of {size} ranks"
 
 
 def _checked_int(value: SupportsIndex, name: str, *, low: int, high: int) -> int:

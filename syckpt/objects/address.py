@@ -37,5 +37,8 @@ def to_text(digest: bytes) -> str:
 
 
 def from_text(text: str) -> bytes:
-    """Invert `to_text`. Raises: ValueError."""
-    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    """Invert `to_text`; only the one text that it makes is read. Raises: ValueError."""
+    data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    if to_text(data) != text:
+        raise ValueError(f"{text[:40]!r} is not the base64 of anything")
+    return data

@@ -26,9 +26,26 @@ def dumps(value: Any) -> bytes:
     Raises: StateError for what canonical JSON cannot say (NaN, infinities, integers beyond 2^53, other types).
     """
     try:
-        return _encode(value).encode("ascii")
+        text = _encode(value)
+        if _LONG_DIGITS.search(text):
+            _check_integers(value)
+        return text.encode("ascii")
     except (ValueError, TypeError, RecursionError) as exc:
         raise StateError(f"not a canonical JSON value: {exc}") from exc
+
+
+_LONG_DIGITS = re.compile("[0-9]{16}")
+
+
+def _check_integers(value: Any) -> None:
+    if isinstance(value, dict):
+        value = value.values()
+    elif isinstance(value, int) and abs(value) > MAX_SAFE_INT:
+        raise ValueError(f"integer {value:x} (hex) is beyond 2^53")
+    elif not isinstance(value, list | tuple):
+        return
+    for part in value:
+        _check_integers(part)
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,11 +127,13 @@ def unseal(data: bytes, *, key: str, kind: str, seal: str | None = None) -> tupl
         raise IntegrityError(f"{key}: another document than expected: seal {actual[:16]}.., expected {seal[:16]}..")
     try:
         body = loads(text)
+        if dumps(body) != text:
+            raise ValueError("its body is not canonical JSON")
     except (ValueError, RecursionError) as exc:
         raise IntegrityError(f"{key}: malformed: {exc}") from exc
     if not isinstance(body, dict) or body.get("kind") != kind:
         found_kind = body.get("kind") if isinstance(body, dict) else type(body).__name__
         raise IntegrityError(f"{key}: expected a {kind}, found {found_kind!r}")
-    if body.get("version") != 1:
+    if body.get("version") != 1 or type(body["version"]) is not int:
         raise FormatError(f"{key}: {kind} version {body.get('version')!r}; this syckpt reads version 1: upgrade it")
     return body, actual

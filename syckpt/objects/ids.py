@@ -8,10 +8,11 @@ from blake3 import blake3
 
 from syckpt.errors import StateError
 
-__all__ = ["check_item_name", "check_name", "is_commit_id", "key_component", "name_of_component", "new_commit_id"]
+__all__ = ["check_item_name", "check_name", "is_commit_id", "is_name", "key_component", "name_of_component", "new_commit_id"]
 
 _COMMIT_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+_MAX_COMPONENT = 240  # of 255 bytes of a file name, with a suffix
 _ITEM = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -26,16 +27,22 @@ def is_commit_id(text: str) -> bool:
     return _COMMIT_ID.fullmatch(text) is not None
 
 
+def is_name(text: str) -> bool:
+    """Whether a text is formed as the name of a ref: its component of a key fits every file system."""
+    fits = isinstance(text, str) and _NAME.fullmatch(text) and len(text) <= 200 and len(key_component(text)) <= _MAX_COMPONENT
+    return bool(fits) and not any(part.endswith(".lock") for part in text.split("/"))
+
+
 def check_name(name: str, *, what: str) -> str:
     """Return a branch, tag or commit name unchanged.
 
     Raises: StateError when it could not be a key's component on every store, or reads as a commit id.
     """
-    bad = not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 200 or is_commit_id(name)
-    if bad or any(part.endswith(".lock") for part in name.split("/")) or name in ("HEAD", "latest", "best"):
+    if not is_name(name) or is_commit_id(name) or name in ("HEAD", "latest", "best"):
         raise StateError(
             f"{name!r} cannot be the name of a {what}: use 1 to 200 of A-Z a-z 0-9 . _ - /, no component that is empty, begins"
-            " with a dot or ends in .lock; HEAD, latest, best and the form of a commit id are taken"
+            f" with a dot or ends in .lock, at most {_MAX_COMPONENT} with each / counted as 3; HEAD, latest, best and the form of a"
+            " commit id are taken"
         )
     return name
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from syckpt.objects import address as addresses
 from syckpt.objects import ids
+from syckpt.objects.canonical import MAX_SAFE_INT
 from syckpt.objects.checks import Fields
 
 __all__ = ["BlobRecord", "Locations", "Row", "Source"]
@@ -96,6 +98,9 @@ class Locations:
         columns = fields.columns("rows", *names)
         try:
             rows = tuple(_row(row, blobs, len(sources)) for row in zip(*columns, strict=True))
+            for row in rows:
+                if row.base is not None and row.base[0] == 0 and (row.base[1] >= len(rows) or rows[row.base[1]].base is not None):
+                    raise ValueError(f"its base {row.base} is no row of these, or has a base itself")
         except (ValueError, TypeError) as exc:
             fields.fail(f"rows: {exc}")
         at = tuple(zip(*fields.columns("at", "source", "row"), strict=True))
@@ -121,10 +126,20 @@ class Locations:
         )
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:40]} is not a natural number")
+# No other form: a key out of a hostile file must not lead out of a commit's directory.
+_BLOB_KEY = re.compile(r"objects/[0-9a-f]{8}-[0-9a-f]{16}/[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def _natural(value: Any, *, most: int = MAX_SAFE_INT) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is not a natural number of at most {most}")
     return value
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{str(value)[:40]} is not a source and a row")
+    return _natural(value[0]), _natural(value[1])
 
 
 def _source(value: Any) -> Source:
@@ -136,7 +151,7 @@ def _source(value: Any) -> Source:
 
 def _blob(value: Any) -> BlobRecord:
     key, size, header_nbytes, digest = value
-    if not isinstance(key, str) or not key.startswith("objects/"):
+    if not isinstance(key, str) or not _BLOB_KEY.fullmatch(key):
         raise ValueError(f"{str(key)[:80]!r} is not a blob's key")
     record = BlobRecord(key, _natural(size), _natural(header_nbytes), addresses.from_text(digest))
     if record.header_nbytes > record.size or len(record.header_digest) != addresses.LEAF_NBYTES:
@@ -152,10 +167,10 @@ def _row(value: tuple[Any, ...], blobs: tuple[BlobRecord, ...], sources: int) ->
         _natural(length),
         _natural(nbytes),
         _natural(width),
-        bool(_natural(coded)),
+        bool(_natural(coded, most=1)),
         tuple(_natural(n) for n in blocks or ()),
         addresses.from_text(leaves or ""),
-        None if base is None else (_natural(base[0]), _natural(base[1])),
+        None if base is None else _pair(base),
     )
     count = addresses.block_count(row.nbytes)
     if row.blob >= len(blobs) or row.offset < blobs[row.blob].header_nbytes or row.offset + row.length > blobs[row.blob].size:

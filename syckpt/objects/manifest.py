@@ -93,7 +93,7 @@ _MAX_ELEMENTS = 1 << 50
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > 64 or any(type(n) is not int or n < 0 for n in value):
         raise ValueError(f"not a shape: {str(value)[:60]}")
-    if prod(value) > _MAX_ELEMENTS:
+    if prod(max(1, size) for size in value) > _MAX_ELEMENTS:
         raise ValueError(f"absurd shape {str(value)[:60]}")
     return tuple(value)
 

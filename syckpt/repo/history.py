@@ -14,7 +14,7 @@ from syckpt.repo.repository import Repository
 
 __all__ = ["all_tips", "best", "commit_ids", "log", "resolve", "tip", "walk"]
 
-_SUFFIX = re.compile(r"~(\d*)|@\{(\d+)\}")
+_SUFFIX = re.compile(r"~(\d{0,15})(?!\d)|@\{(\d{1,15})\}", re.ASCII)
 
 
 def _commit_of(repository: Repository, record: RefRecord | None, *, what: str) -> Commit:
@@ -117,6 +117,8 @@ def _branch_of(repository: Repository, base: str, branch: str | None) -> str:
 
 def _moves_ago(repository: Repository, base: str, moves: int, *, branch: str | None) -> Commit:
     name = _branch_of(repository, base, branch)
+    if not ids.is_name(name):
+        return _missing(repository, base)
     ref = f"heads/{name}"
     tips: list[RefRecord] = []
     for number in reversed(repository.refs.numbers(ref)):
@@ -138,6 +140,8 @@ def _named(repository: Repository, base: str, *, branch: str | None, maximize: b
         return best(log(repository, branch=branch), maximize=maximize) or _missing(repository, base)
     if ids.is_commit_id(base):
         return _published(repository, base)
+    if not ids.is_name(base):
+        return _missing(repository, base)
     for kind in ("heads", "tags", "names"):
         if repository.refs.exists(f"{kind}/{base}"):
             return _commit_of(repository, repository.refs.head(f"{kind}/{base}"), what=f"{base!r}")

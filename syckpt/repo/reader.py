@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from syckpt import codecs
-from syckpt.errors import IntegrityError
+from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import address as addresses
 from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.commit import Commit
@@ -102,15 +102,15 @@ class Reader:
                 )
         return Snapshot(commit, manifest, locations, places)
 
-    def place(self, locations: Locations, source: int, row: int) -> Place:
+    def place(self, locations: Locations, source: int, row: int, *, is_base: bool = False) -> Place:
         """Return the place that `(source, row)` means in these locations. Raises: IntegrityError."""
         owner = locations if source == 0 else self.table(locations.source(source))
         if row >= len(owner.rows):
             raise IntegrityError(f"locations of {locations.commit}: no row {row} in those of {owner.commit}")
         found = owner.rows[row]
         base = None
-        if found.base is not None:
-            base = self.place(owner, *found.base)
+        if found.base is not None and not is_base:
+            base = self.place(owner, *found.base, is_base=True)
             if base.row.base is not None or base.row.nbytes != found.nbytes:
                 raise IntegrityError(f"locations of {owner.commit}: the base of row {row} is a delta or of another size")
         return Place(owner.blobs[found.blob], found, base, (owner.commit, owner.rank), row)
@@ -199,17 +199,25 @@ class Reader:
         with self._lock:
             self.bytes_read += length
         if not place.row.coded:
-            self.repository.store.readinto(place.blob.key, out, offset=offset)
+            self._readinto(place, out, offset)
             return
         if length > len(out) + 64:
             raise IntegrityError(f"{place.blob.key}: block {index} of row {place.number}: {length} stored bytes for {len(out)}")
         stored = memoryview(self._buffers.stored)[:length]
-        self.repository.store.readinto(place.blob.key, stored, offset=offset)
+        self._readinto(place, stored, offset)
         try:
             codecs.decode_block(stored, out=out, width=place.row.width, base=base)
         except IntegrityError as exc:
             raise IntegrityError(
                 f"{place.blob.key}: row {place.number}, block {index} at byte {offset}: {exc}; run `syckpt verify`"
+            ) from exc
+
+    def _readinto(self, place: Place, buffer: memoryview, offset: int) -> None:
+        try:
+            self.repository.store.readinto(place.blob.key, buffer, offset=offset)
+        except NotFoundError as exc:
+            raise IntegrityError(
+                f"{place.blob.key}: missing, though the locations of {place.owner[0]} name it; run `syckpt verify`"
             ) from exc
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 
-from syckpt.errors import ConflictError, IntegrityError, NotFoundError
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from syckpt.objects import ids
 from syckpt.objects.refs import RefRecord
 from syckpt.repo import documents
@@ -14,6 +15,7 @@ from syckpt.stores.base import Store
 __all__ = ["CLASSES", "Refs"]
 
 CLASSES = ("heads", "tags", "names")
+_log = logging.getLogger("syckpt")
 _RECORD = re.compile(r"(\d{12})\.json")
 
 
@@ -73,8 +75,8 @@ class Refs:
             return
         if not any(self.read(ref, number).commit == copy for number in reversed(numbers)):
             raise IntegrityError(
-                f"{key}: names {copy[:40]!r}, which no record in logs/refs/{ref}/ names: a record was lost or this file is damaged;"
-                f" if `syckpt log` shows all you expect, delete {key}"
+                f"{key}: names {copy[:40]!r}, which no record names: {self.key(ref, numbers[-1] + 1 if numbers else 1)} was lost or this"
+                f" file is damaged; if `syckpt log` shows all you expect, delete {key}"
             )
 
     def names(self, kind: str) -> list[str]:
@@ -130,7 +132,18 @@ class Refs:
                     f" ({there.reason}, {there.commit}); this one is generation {generation} of run {run}: stop one of the two,"
                     " or give this one its own branch=..."
                 ) from None
+        except StoreError as exc:
+            # A lost answer, or a store that could not take the record back: what counts is what readers see.
+            if not self._is_there(record):
+                raise
+            _log.warning("%s is there, though writing it failed: %s", self.key(ref, record.number), exc)
         return record
+
+    def _is_there(self, record: RefRecord) -> bool:
+        try:
+            return self.read(record.ref, record.number) == record
+        except (NotFoundError, IntegrityError):
+            return False
 
     def write_copy(self, record: RefRecord) -> None:
         """Bring the copy for people up to a branch's record."""

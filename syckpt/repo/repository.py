@@ -40,6 +40,8 @@ class Repository:
         try:
             body, _ = documents.read(store, "format.json", kind="repository")
         except NotFoundError:
+            if store.list("objects/") or store.list("logs/"):
+                raise IntegrityError(f"format.json: missing, though {store.describe()} holds commits: restore it from a copy") from None
             raise NotFoundError(f"no syckpt repository at {store.describe()}: a training script with CheckpointManager makes one") from None
         fields = Fields(body, where="format.json")
         unknown = fields.texts("required")
@@ -54,8 +56,6 @@ class Repository:
             return Repository.open(spec)
         except NotFoundError:
             store = open_store(spec)
-            if store.list("objects/") or store.list("logs/"):
-                raise IntegrityError(f"{store.describe()} holds commits but no format.json: it was lost; restore it from a copy") from None
         body = {"kind": "repository", "version": 1, "id": secrets.token_hex(16), "digest": "blake3", "required": [], "optional": []}
         try:
             documents.write(store, "format.json", body)
@@ -71,7 +71,7 @@ class Repository:
         try:
             body, found = documents.read(self.store, key, kind="commit", seal=seal)
         except NotFoundError:
-            raise NotFoundError(f"no commit {commit} in {self.store.describe()}") from None
+            raise NotFoundError(f"no commit {commit} in {self.store.describe()}: {key} is not there") from None
         read = Commit.from_body(body, seal=found, where=key)
         if read.id != commit:
             raise IntegrityError(f"{key}: holds commit {read.id}")
@@ -105,7 +105,7 @@ class Repository:
         prefix = f"objects/{commit}/r{rank:05d}.locations."
         revisions = [key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)]
         if not revisions:
-            raise IntegrityError(f"{prefix}*: missing: where the bytes of {commit} are is lost")
+            raise IntegrityError(f"{prefix}0001: missing, like any later revision: where the bytes of {commit} are is lost")
         key = revisions[-1]
         body, _ = documents.read(self.store, key, kind="locations")
         read = Locations.from_body(body, where=key)
@@ -116,19 +116,24 @@ class Repository:
     # -- HEAD --------------------------------------------------------------------------------------------------------
 
     def head_branch(self) -> str:
-        """Return the branch that HEAD names; `main` where there is no HEAD yet.
+        """Return the branch that HEAD names; where there is no HEAD (yet), the only branch, or `main` if there is none.
 
-        Raises: IntegrityError when HEAD is malformed, or names a branch without records while other branches have some.
+        Raises: IntegrityError when HEAD is malformed, names a branch without records while other branches have some, or was lost.
         """
         try:
             text = self.store.get("HEAD").decode("ascii", "replace")
         except NotFoundError:
-            branch = "main"
-        else:
-            match = _HEAD.fullmatch(text)
-            if match is None:
-                raise IntegrityError(f"HEAD: expected 'ref: refs/heads/<branch>', found {text[:60]!r}; write that line, or name branch=...")
-            branch = match[1]
+            branches = self.refs.names("heads")
+            if len(branches) > 1:
+                raise IntegrityError(
+                    f"HEAD: missing, so that nobody knows which of the branches {', '.join(branches[:5])} it named; write"
+                    " 'ref: refs/heads/<branch>' there, or name branch=..."
+                ) from None
+            return branches[0] if branches else "main"
+        match = _HEAD.fullmatch(text)
+        if match is None:
+            raise IntegrityError(f"HEAD: expected 'ref: refs/heads/<branch>', found {text[:60]!r}; write that line, or name branch=...")
+        branch = match[1]
         if not self.refs.exists(f"heads/{branch}") and (others := self.refs.names("heads")):
             raise IntegrityError(
                 f"HEAD: names the branch {branch!r}, which has no records, while {', '.join(others[:5])} have some: HEAD is damaged"

@@ -36,7 +36,10 @@ def newest_readable(repository: Repository, branch: str) -> tuple[RefRecord | No
     """Return the newest undamaged record of a branch, and what is wrong with those after it. For automatic resumption."""
     ref = f"heads/{branch}"
     damage: list[str] = []
-    for number in reversed(repository.refs.numbers(ref)):
+    numbers = repository.refs.numbers(ref)
+    if not numbers:
+        return repository.refs.head(ref), damage  # None, unless the copy for people shows that all of them were lost
+    for number in reversed(numbers):
         try:
             return repository.refs.read(ref, number), damage
         except IntegrityError as exc:
@@ -85,8 +88,9 @@ class Transaction:
         self._repository = repository
         self._commit = commit
         self._hold = hold
-        intent = Intent(commit, hold.branch, hold.generation, hold.run, uses, owner)
-        documents.write(repository.store, _intent_key(commit), intent.to_body())
+        self._intent = Intent(commit, hold.branch, hold.generation, hold.run, uses, owner)
+        self._may_be_visible = False
+        documents.write(repository.store, _intent_key(commit), self._intent.to_body())
 
     def publish(self, commit: Commit, *, hold: Hold, reader: Reader, locations: list[Locations]) -> tuple[Hold, Commit]:
         """Make the commit visible, durably, and return the branch as it is now and the commit with its seal.
@@ -94,11 +98,16 @@ class Transaction:
         Raises: ConflictError (fenced, or moved by another), IntegrityError (a blob is gone), StoreError; then nothing is visible.
         """
         repository = self._repository
-        _check_present(reader, locations)
+        try:
+            _check_present(reader, locations)
+        except IntegrityError:
+            self._refuse_if_fenced()
+            raise
         seal = documents.write(repository.store, f"objects/{commit.id}.json", commit.to_body())
         sealed = Commit.from_body(commit.to_body(), seal=seal, where=commit.id)
         ref = f"heads/{hold.branch}"
         parent = commit.parents[0] if commit.parents else None
+        self._may_be_visible = True
         record = repository.refs.append(
             ref,
             after=hold.number,
@@ -116,8 +125,19 @@ class Transaction:
             _log.warning("commit %s is saved; completing its names and copies failed: %s", commit.id, exc)
         return Hold(hold.branch, hold.run, hold.generation, record.number, commit.id), sealed
 
+    def _refuse_if_fenced(self) -> None:
+        """A newer generation of the branch has removed what this save had written. Raises: ConflictError."""
+        newest, _ = newest_readable(self._repository, self._hold.branch)
+        if newest is not None and newest.generation > self._hold.generation:
+            raise ConflictError(
+                f"heads/{self._hold.branch} was taken by generation {newest.generation} of run {newest.run}; this save is of generation"
+                f" {self._hold.generation} of run {self._hold.run}: stop one of the two, or give this one its own branch=..."
+            )
+
     def abort(self) -> None:
-        """Remove everything that the save wrote. Only before it is visible."""
+        """Remove everything that the save wrote, unless its record is there: then the next opening of the branch completes it."""
+        if self._may_be_visible and _record_of(self._repository, self._intent) is not None:
+            return
         _remove(self._repository, self._commit)
 
 
@@ -198,8 +218,12 @@ def recover(repository: Repository, hold: Hold) -> list[str]:
         if record is None:
             _remove(repository, intent.commit)
             dropped.append(intent.commit)
-        else:
+            continue
+        try:
             _finish(repository, repository.read_commit(intent.commit), repository.refs.head(record.ref) or record)
+        except (IntegrityError, NotFoundError) as exc:
+            # What damaged it may not stop the saves to come; `verify` names it, and the intent stays.
+            _log.warning("completing commit %s, whose save was cut off by a crash, failed: %s", intent.commit, exc)
     repository.store.collect_staging()
     return dropped
 

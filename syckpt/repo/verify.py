@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from syckpt.errors import NotFoundError, SyckptError
+from syckpt.errors import IntegrityError, NotFoundError, SyckptError
 from syckpt.objects import address as addresses
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
@@ -52,6 +52,7 @@ def verify(
 ) -> VerifyReport:
     """Check one commit, or everything: each document, blob header and, unless `quick`, each block of each tensor.
 
+    What only helps (leases, a branch's copy for people) is checked for sense, not for presence.
     `progress(done, total)` counts commits. Nothing is changed. Raises: NotFoundError for a revision that does not exist.
     """
     report = VerifyReport()
@@ -66,6 +67,9 @@ def verify(
         report.commits += 1
     if rev is None:
         _verify_refs(repository, report)
+        for commit in commits:
+            _attempt(report, _verify_names, repository, commit)
+        _verify_leftovers(repository, report)
     if progress is not None:
         progress(len(commits), len(commits))
     return report
@@ -81,13 +85,15 @@ def _commits(repository: Repository, rev: str | None, report: VerifyReport) -> l
         except SyckptError as exc:
             report._add(str(exc))
             report.damaged.append(commit)
-    for commit in sorted(_parents(commits) - {c.id for c in commits} - set(report.damaged)):
-        report._add(f"objects/{commit}.json: missing, though a child names it")
+    seals = {commit.id: commit.seal for commit in commits}
+    for child in commits:
+        for parent, seal in zip(child.parents, child.parent_seals, strict=True):
+            if parent not in seals and parent not in report.damaged:
+                report._add(f"objects/{parent}.json: missing, though a child names it")
+                report.damaged.append(parent)
+            elif seals.get(parent, seal) != seal:
+                report._add(f"objects/{parent}.json: not the commit that its child {child.id} was saved after")
     return commits
-
-
-def _parents(commits: Iterable[Commit]) -> set[str]:
-    return {parent for commit in commits for parent in commit.parents}
 
 
 def _verify_commit(reader: Reader, commit: Commit, report: VerifyReport, checked: _Checked, *, quick: bool) -> bool:
@@ -150,11 +156,10 @@ _RECORD = re.compile(r"logs/refs/(heads|tags|names)/([^/]+)/\d{12}\.json")
 
 def _verify_refs(repository: Repository, report: VerifyReport) -> None:
     """Check HEAD, every ref record and what it names, and every other document of the repository."""
-    _attempt(report, repository.head_branch)
-    keys = repository.store.list("logs/")
-    for ref in sorted({f"{m[1]}/{ids.name_of_component(m[2])}" for key in keys if (m := _RECORD.fullmatch(key))}):
+    _attempt(report, _verify_head, repository)
+    for ref in _refs(repository):
         _attempt(report, repository.refs.head, ref)
-        _attempt(report, _verify_records, repository, ref)
+        _attempt(report, _verify_records, repository, ref, report)
     for key in repository.store.list("intents/"):
         _attempt(report, partial(documents.read, kind="intent"), repository.store, key)
     for key in repository.store.list("leases/"):
@@ -162,6 +167,12 @@ def _verify_refs(repository: Repository, report: VerifyReport) -> None:
     for key in repository.store.list("objects/"):
         if _MARK.fullmatch(key):
             _attempt(report, partial(documents.read, kind="mark"), repository.store, key)
+
+
+def _refs(repository: Repository) -> list[str]:
+    """Return every ref that has records, deleted ones too, sorted."""
+    found = (_RECORD.fullmatch(key) for key in repository.store.list("logs/"))
+    return sorted({f"{match[1]}/{ids.name_of_component(match[2])}" for match in found if match})
 
 
 def _attempt(report: VerifyReport, check: Callable[..., object], *arguments: object) -> None:
@@ -173,8 +184,50 @@ def _attempt(report: VerifyReport, check: Callable[..., object], *arguments: obj
         report._add(str(exc))
 
 
-def _verify_records(repository: Repository, ref: str) -> None:
-    for number in repository.refs.numbers(ref):
-        record = repository.refs.read(ref, number)
-        if record.commit is not None:
-            repository.read_commit(record.commit, seal=record.commit_seal)
+def _verify_head(repository: Repository) -> None:
+    repository.head_branch()
+    if repository.store.size("HEAD") is None and repository.refs.names("heads"):
+        raise IntegrityError("HEAD: missing; until there is a second branch, the only one is taken for it")
+
+
+def _verify_records(repository: Repository, ref: str, report: VerifyReport) -> None:
+    numbers = repository.refs.numbers(ref)
+    if numbers[0] != 1:
+        raise IntegrityError(f"{repository.refs.key(ref, 1)}: missing, though later records of {ref} exist: a record was lost")
+    for number in numbers:
+        _attempt(report, _verify_record, repository, ref, number)
+
+
+def _verify_record(repository: Repository, ref: str, number: int) -> None:
+    record = repository.refs.read(ref, number)
+    if record.commit is None:
+        return
+    try:
+        repository.read_commit(record.commit, seal=record.commit_seal)
+    except NotFoundError:
+        raise IntegrityError(f"objects/{record.commit}.json: missing, though {repository.refs.key(ref, number)} names it") from None
+
+
+def _verify_names(repository: Repository, commit: Commit) -> None:
+    """Check that the name and tags that a commit was saved with exist, or existed."""
+    if commit.dropped or repository.store.size(f"intents/{commit.id}.json") is not None:
+        return  # Names are free again, or still to be made.
+    for ref in [f"names/{commit.name}"] * (commit.name is not None) + [f"tags/{tag}" for tag in commit.tags]:
+        if not repository.refs.numbers(ref):
+            raise IntegrityError(f"{repository.refs.key(ref, 1)}: missing, though commit {commit.id} was saved by that name")
+
+
+def _verify_leftovers(repository: Repository, report: VerifyReport) -> None:
+    """Check that every object belongs to a commit that a record names, or to a save under way: to its intent."""
+    # In this order: what a running writer publishes or gives up in between is found in one of the later places.
+    found = {key.removeprefix("objects/")[:25] for key in repository.store.list("objects/")}
+    known = {key.removeprefix("intents/")[:25] for key in repository.store.list("intents/")}
+    try:
+        for ref in _refs(repository):
+            known |= {str(repository.refs.read(ref, number).commit) for number in repository.refs.numbers(ref)}
+    except SyckptError:
+        return  # Reported already; and what it named is not known.
+    for commit in sorted(found - known):
+        keys = [key for key in repository.store.list("objects/") if key.startswith(f"objects/{commit}")]
+        if keys:
+            report._add(f"intents/{commit}.json: missing, though {keys[-1]} belongs to no commit that a record names")

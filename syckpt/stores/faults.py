@@ -27,6 +27,10 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _fail() -> None:
     raise StoreError("injected fault")
 
@@ -39,7 +43,7 @@ def _io_error() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-_ACTIONS: dict[str, Callable[[], None]] = {"kill": _kill, "error": _fail, "enospc": _no_space, "eio": _io_error}
+_ACTIONS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "error": _fail, "enospc": _no_space, "eio": _io_error}
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class FaultPlan:
     """What happens before which mutation.
 
     stop_at: the number of the mutation before which `action` happens, once; None for never.
-    action: `kill` (SIGKILL), `error` (StoreError), `enospc` or `eio` (an OSError, as if from the system call).
+    action: `kill` (SIGKILL), `stop` (SIGSTOP: the mutation follows once it is continued), `error` (StoreError), `enospc` or `eio`
+        (an OSError, as if from the system call).
     gate: a FIFO to wait at, see above. trace: a file that gets a line `<number> <operation> <key>` a mutation.
     only: the one operation that the plan sees (counts, traces, stops, waits for); None for all.
     spare: a process, by its pid, in which nothing happens: a trainer opens the store by the same spec as its writer.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ def state_at(step: int) -> State:
     weight, frozen = torch.randn(24, 9, generator=generator), torch.randn(31, generator=generator)
     # Two blocks; mostly zeros, so that neither a repository nor a test becomes slow by it.
     table = torch.zeros(300_000)
-    table[:: 3000] = torch.randn(100, generator=generator)
+    table[::3000] = torch.randn(100, generator=generator)
     moves = torch.Generator().manual_seed(8)
     for count in range(step):
         weight += 1e-3 * torch.randn(24, 9, generator=moves)
@@ -83,12 +82,16 @@ def same(found: Any, expected: Any) -> bool:
         return False
     if isinstance(expected, torch.Tensor):
         alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        return alike and bytes(found.contiguous().view(torch.uint8).numpy()) == bytes(expected.contiguous().view(torch.uint8).numpy())
+        return alike and _bits(found) == _bits(expected)
     if isinstance(expected, dict):
         return list(found) == list(expected) and all(same(found[key], expected[key]) for key in expected)
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same, found, expected))
-    return repr(found) == repr(expected)
+    return found == expected if isinstance(expected, set | frozenset) else repr(found) == repr(expected)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def leftovers(root: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import syckpt
 from syckpt import CheckpointManager
 from syckpt.checkpoint.saver import PendingCommit
 from syckpt.errors import StoreError, SyckptError, WriterDied
+from syckpt.repo import history
 from syckpt.repo.repository import Repository
+from syckpt.repo.transaction import open_branch, recover
 from syckpt.repo.verify import verify
 from syckpt.stores.base import StoreSpec, parse_root
 from syckpt.stores.faults import FaultPlan, faulty
@@ -23,6 +26,8 @@ from syckpt.testing.scenes import State, clone, grow, leftovers, register, same,
 FIRST_SAVE = 93
 # Of a later save by the same writer: every directory but the commit's own is known.
 LATER_SAVE = 65
+# Mutations of the first that the second does not make: the lease's, and directories made and synced.
+FIRST_ONLY = (*range(1, 12), 15, 16, 24, 25, *range(52, 60), 66, 67, 76, 77, *range(86, 90), 93)
 SECONDS = 60
 
 
@@ -101,8 +106,7 @@ def assert_clean(root: Path, commits: dict[str, State]) -> None:
     """The repository holds these commits, each bit for bit, and nothing else."""
     assert leftovers(root) == []
     assert verify(Repository.open(parse_root(root))).errors == []
-    log = [commit.id for commit in syckpt.CheckpointManager(root, auto_resume=False).log()]
-    assert log == list(commits)[::-1]
+    assert [commit.id for commit in history.log(Repository.open(parse_root(root)))] == list(commits)[::-1]
     for commit, state in commits.items():
         assert same(syckpt.load(root, commit), state)
 
@@ -162,11 +166,15 @@ def test_a_writer_killed_before_any_mutation_leaves_the_old_tip_or_the_new_one(b
         assert after.resumed is not None
         assert after.resumed.id == tip
         assert same({"net": after.net, "notes": after.notes}, commits[tip])
-        made = save(after, 3, checkpoint_id=None if error is None else "third", wait=True).result()
-    assert made.parents == (tip,)
-    commits[made.id] = state_at(3)
+        if number in FIRST_ONLY:  # as good as its neighbours: here without the half second of another writer
+            repository = Repository.open(parse_root(scene.root))
+            recover(repository, open_branch(repository, "main", run="another", expected=tip))
+        else:
+            made = save(after, 3, checkpoint_id=None if error is None else "third", wait=True).result()
+            assert made.parents == (tip,)
+            commits[made.id] = state_at(3)
+            assert same(syckpt.load(scene.root, "third"), state_at(2 if error is None else 3))
     assert_clean(scene.root, commits)
-    assert same(syckpt.load(scene.root, "third"), state_at(2 if error is None else 3))
 
 
 def save_through_an_error(ckpt: CheckpointManager, scene: Stopped, commits: dict[str, State], step: int) -> bool:
@@ -190,10 +198,6 @@ def save_through_an_error(ckpt: CheckpointManager, scene: Stopped, commits: dict
     return error is not None
 
 
-# Mutations of a new writer's first save that later ones do not make: its lease, and directories made and synced.
-FIRST_ONLY = [*range(1, 12), 15, 16, 24, 25, *range(52, 60), 66, 67, 76, 77, *range(86, 90), 93]
-
-
 @pytest.mark.parametrize("number", FIRST_ONLY)
 def test_a_new_writer_survives_an_error_at_a_mutation_that_only_its_first_save_makes(base: Base, tmp_path: Path, number: int) -> None:
     scene = Stopped(base, tmp_path, action=("enospc", "eio", "error")[number % 3])
@@ -209,8 +213,7 @@ def test_a_new_writer_survives_an_error_at_a_mutation_that_only_its_first_save_m
     assert_clean(scene.root, commits)
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("action", ["enospc", "eio", "error"])
+@pytest.mark.parametrize(("action", "lasting"), [("enospc", False), ("error", False), ("eio", True)])
 def test_a_writer_survives_an_error_at_any_mutation_of_a_save(base: Base, tmp_path: Path, action: str, lasting: bool) -> None:
     scene = Stopped(base, tmp_path, action=action, lasting=lasting)
     commits = dict(base.commits)
@@ -224,4 +227,53 @@ def test_a_writer_survives_an_error_at_any_mutation_of_a_save(base: Base, tmp_pa
     with manager(scene.root) as after:
         commits[str(save(after, 3, wait=True))] = state_at(3)
     assert_clean(scene.root, commits)
-    assert failed == 0
+    # Up to the ref record, which is visible once it is linked. What only removes a staged file (6, 15 ...) may fail; where the failure
+    # lasts, the record cannot be taken back after a failed sync of its directory (38), so it counts.
+    assert failed == ([*range(1, 38)] if lasting else [n for n in range(1, 39) if n not in (6, 15, 21, 27, 33)])
+
+
+@pytest.mark.parametrize("number", [1, 17, 29, 47, 60])
+def test_a_manager_goes_on_with_another_writer_after_one_was_killed(base: Base, tmp_path: Path, number: int) -> None:
+    scene = Stopped(base, tmp_path, action="kill")
+    scene.arm(number)
+    commits = dict(base.commits)
+    with manager(scene.spec) as ckpt:
+        assert isinstance(outcome(save(ckpt, 2, checkpoint_id="third")), WriterDied)
+        with pytest.raises(WriterDied, match="killed by signal 9"):
+            ckpt.wait()
+        made = save(ckpt, 3, checkpoint_id="third", wait=True).result()
+        assert made.parents == (base.tip,)
+        commits[made.id] = state_at(3)
+    assert_clean(scene.root, commits)
+
+
+@pytest.mark.parametrize(("number", "visible", "mutations"), [(48, False, 27), (62, True, 49)], ids=["given up", "completed"])
+def test_the_recovery_from_a_kill_may_be_cut_off_anywhere(base: Base, tmp_path: Path, number: int, visible: bool, mutations: int) -> None:
+    scene = Stopped(base, tmp_path, action="kill")
+    scene.arm(number)
+    ckpt = manager(scene.spec)
+    pending = save(ckpt, 2, checkpoint_id="third", tags=["kept"])
+    commits = dict(base.commits)
+    if outcome(pending) is None:
+        commits[pending.id] = state_at(2)
+    assert (pending.id in commits) is visible
+    with suppress(WriterDied):
+        ckpt.close()
+
+    tip = list(commits)[-1]
+    for stop_at in range(1, mutations + 2):
+        root = clone(scene.root, tmp_path / str(stop_at) / "run")
+        # Nothing succeeds any more from there on, as after a kill; but in this process, which is a hundred times as fast.
+        plan = FaultPlan(stop_at=stop_at, action="error", lasting=True)
+        repository = Repository.open(faulty(root / ".syckpt", plan))
+        cut_off = True
+        with suppress(StoreError):
+            recover(repository, open_branch(repository, "main", run="second", expected=tip))
+            cut_off = False
+        assert cut_off == (stop_at <= mutations)
+        assert_holds(root, tip, commits[tip])
+        for staged in (root / ".syckpt/staging").iterdir():
+            staged.unlink()  # its owner, this process, lives: nobody else would
+        repository = Repository.open(parse_root(root))
+        recover(repository, open_branch(repository, "main", run="third", expected=tip))
+        assert_clean(root, commits)

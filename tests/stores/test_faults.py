@@ -82,6 +82,16 @@ def test_a_kill_in_another_process_leaves_the_key_absent(tmp_path: Path) -> None
     assert open_store(spec).list() == []
 
 
+def test_a_stop_in_another_process_leaves_the_key_absent_until_it_is_continued(tmp_path: Path) -> None:
+    spec = faulty(tmp_path / ".syckpt", FaultPlan(stop_at=1, action="stop", only="link"))
+    with subprocess.Popen([sys.executable, "-c", CREATE, json.dumps(spec.to_wire())]) as creator:
+        os.waitid(os.P_PID, creator.pid, os.WSTOPPED | os.WNOWAIT)
+        assert open_store(spec).list() == []
+        creator.send_signal(signal.SIGCONT)
+        assert creator.wait() == 0
+    assert open_store(spec).list() == ["key"]
+
+
 def test_a_gate_holds_the_mutation_until_it_is_opened_once(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -1,0 +1,173 @@
+"""Manifests: content alone, read without trust."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syckpt.errors import FormatError, IntegrityError, SyckptError
+from syckpt.objects import canonical
+from syckpt.objects.box import Box
+from syckpt.objects.dtypes import DTYPES
+from syckpt.objects.manifest import Entry, Manifest
+
+path_keys = st.text(max_size=5) | st.integers(-5, 5) | st.builds(lambda text: {"key": text}, st.text(max_size=5))
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Entry:
+    shape = draw(shapes)
+    box = None
+    if draw(st.booleans()):
+        offsets = tuple(draw(st.integers(0, size)) for size in shape)
+        box = Box(offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True)))
+    path = tuple(draw(st.lists(path_keys, min_size=1, max_size=4)))
+    return Entry(path, draw(st.sampled_from(sorted(DTYPES))), shape, box, draw(st.binary(min_size=32, max_size=32)))
+
+
+manifests = st.builds(
+    Manifest,
+    rank=st.integers(0, 3),
+    world_size=st.integers(1, 4),
+    entries=st.lists(entries(), max_size=6).map(tuple),
+    items=st.dictionaries(st.text(max_size=3), st.none() | st.integers(0, 9)),
+    rng=st.none(),
+)
+
+
+@given(manifests)
+def test_a_manifest_comes_back_through_its_body(manifest):
+    body = canonical.loads(canonical.dumps(manifest.to_body()))
+    assert Manifest.from_body(body, where="m") == manifest
+
+
+ENTRY = Entry(("model", 0, {"key": "null"}), "bfloat16", (4, 6), Box((1, 2), (3, 4)), bytes(range(32)))
+WHOLE = Entry(("model", "b"), "float64", (5,), None, bytes(32))
+
+
+def test_the_body_is_columns_and_neither_place_nor_time():
+    assert Manifest(1, 2, (ENTRY, WHOLE), {"model": {"dict": []}}, None).to_body() == {
+        "kind": "manifest",
+        "version": 1,
+        "rank": 1,
+        "world_size": 2,
+        "tensors": {
+            "path": [["model", 0, {"key": "null"}], ["model", "b"]],
+            "dtype": ["bfloat16", "float64"],
+            "shape": [[4, 6], [5]],
+            "box": [[[1, 2], [3, 4]], None],
+            "address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"],
+        },
+        "items": {"model": {"dict": []}},
+        "rng": None,
+    }
+    assert (ENTRY.sizes, ENTRY.nbytes, WHOLE.sizes, WHOLE.nbytes) == ((3, 4), 24, (5,), 40)
+
+
+def test_distinct_addresses_are_counted_by_first_appearance():
+    a, b = bytes(32), bytes([1]) * 32
+    made = [Entry(("x", i), "int8", (1,), None, address) for i, address in enumerate((b, a, b, a, a))]
+    assert Manifest(0, 1, tuple(made), {}, None).distinct() == [b, a]
+
+
+def body_with(**changes: Any) -> dict[str, Any]:
+    body = copy.deepcopy(Manifest(0, 1, (ENTRY, WHOLE), {}, None).to_body())
+    for key, value in changes.items():
+        table = body["tensors"] if key in body["tensors"] else body
+        table[key] = value
+    return body
+
+
+HUGE = 2**53 - 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": [["a"]]},  # columns of different lengths
+        {"path": [["a"], []]},
+        {"path": [["a"], [None]]},
+        {"path": [["a"], [True]]},
+        {"path": [["a"], [1.5]]},
+        {"path": [["a"], [{"key": 1}]]},
+        {"path": [["a"], [{"other": "x"}]]},
+        {"path": [["a"], "b"]},
+        {"path": "ab"},
+        {"shape": [[4, 6], [-1]]},
+        {"shape": [[4, 6], [True]]},
+        {"shape": [[4, 6], [1.0]]},
+        {"shape": [[4, 6], [HUGE]]},
+        {"shape": [[4, 6], [2**30, 2**30]]},
+        {"shape": [[4, 6], [0, HUGE, HUGE]]},
+        {"shape": [[4, 6], [1] * 65]},
+        {"shape": [[4, 6], 5]},
+        {"shape": [[4, 6], {"0": 5}]},
+        {"box": [[[1, 2], [4, 4]], None]},  # beyond the shape
+        {"box": [[[-1, 2], [3, 4]], None]},
+        {"box": [[[1], [3]], None]},
+        {"box": [[[1, 2]], None]},
+        {"box": [7, None]},
+        {"box": [{"a": 1, "b": 2}, None]},
+        {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", "AAAA"]},
+        {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", None]},
+        {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh9", "A" * 43]},  # a bit beyond the digest
+        {"address": ["ä" * 43, "A" * 43]},
+        {"rank": -1},
+        {"rank": "0"},
+        {"world_size": 0},
+        {"items": []},
+        {"tensors": []},
+        {"tensors": {}},
+    ],
+)
+def test_a_malformed_body_is_an_integrity_error_that_names_the_document(changes):
+    with pytest.raises(IntegrityError, match=r"^where: "):
+        Manifest.from_body(body_with(**changes), where="where")
+
+
+@pytest.mark.parametrize("missing", ["rank", "world_size", "tensors", "items", "rng"])
+def test_a_missing_field_is_named(missing):
+    body = body_with()
+    del body[missing]
+    with pytest.raises(IntegrityError, match=f"no field '{missing}'"):
+        Manifest.from_body(body, where="where")
+
+
+@pytest.mark.parametrize("name", ["float33", "", None, 3, ["float32"]])
+def test_an_unknown_dtype_says_upgrade(name):
+    with pytest.raises(FormatError, match=r"unknown dtype .*upgrade"):
+        Manifest.from_body(body_with(dtype=["bfloat16", name]), where="where")
+
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53) + 1, 2**53 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(["path", "dtype", "shape", "box", "address", "rank", "world_size", "tensors", "items"]), junk, st.booleans())
+def test_no_junk_in_any_field_raises_anything_but_a_syckpt_error(field, value, nested):
+    changes = {field: [value, value] if nested else value}
+    try:
+        Manifest.from_body(body_with(**changes), where="where")
+    except SyckptError:
+        pass
+
+
+def test_many_tensors_are_read_quickly():
+    made = tuple(Entry(("model", f"layer.{i}.weight"), "float32", (1024, 1024), None, i.to_bytes(32, "big")) for i in range(10_000))
+    body = canonical.loads(canonical.dumps(Manifest(0, 1, made, {}, None).to_body()))
+    started = time.process_time()
+    assert Manifest.from_body(body, where="m").entries == made
+    assert time.process_time() - started < 2
