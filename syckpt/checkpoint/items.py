@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from syckpt.checkpoint.loader import Source
-from syckpt.dataloader import StatefulRandomSampler
+from syckpt.checkpoint.loader import read
+from syckpt.checkpoint.source import Source
+from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects import ids
 from syckpt.objects.nodes import Node
@@ -31,6 +32,10 @@ def _is_named(node: Node) -> bool:
         return bool(names) and all(isinstance(name, str) for name in names)
     except (KeyError, ValueError, TypeError):
         return False
+
+
+def _read(source: Source, into: Mapping[str, Any]) -> dict[str, Any]:
+    return read(source, into)[0]
 
 
 class Items:
@@ -60,9 +65,9 @@ class Items:
         del self._items[name]
 
     @property
-    def sampler(self) -> StatefulRandomSampler | None:
+    def sampler(self) -> StatefulSampler | None:
         """The registered sampler, whose position follows the steps; the first one, if there are several."""
-        return next((item for item in self._items.values() if isinstance(item, StatefulRandomSampler)), None)
+        return next((item for item in self._items.values() if isinstance(item, StatefulSampler)), None)
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return {name: item for name, item in self._items.items() if isinstance(item, torch.nn.Module)}
@@ -95,26 +100,26 @@ class Items:
         if isinstance(item, torch.optim.Optimizer):
             self._restore_optimizer(name, item, source)
         elif isinstance(item, torch.nn.Module):
-            item.load_state_dict(source.read({name: item.state_dict()})[name])
+            item.load_state_dict(_read(source, {name: item.state_dict()})[name])
         elif is_stateful(item):
             # In place where the structure is the same, so that tensors stay on their devices. Where it has grown (a history, a buffer),
             # the object itself decides what it takes.
             template = item.state_dict()
-            item.load_state_dict(source.read({name: template if source.fits(name, template) else None})[name])
+            item.load_state_dict(_read(source, {name: template if source.fits(name, template) else None})[name])
         elif isinstance(item, torch.Generator):
-            item.set_state(source.read({name: None})[name].get_state())
+            item.set_state(_read(source, {name: None})[name].get_state())
         elif isinstance(item, np.random.Generator):
-            item.bit_generator.state = source.read({name: None})[name].bit_generator.state
+            item.bit_generator.state = _read(source, {name: None})[name].bit_generator.state
         elif isinstance(item, np.random.RandomState):
-            item.set_state(source.read({name: None})[name].get_state(legacy=False))
+            item.set_state(_read(source, {name: None})[name].get_state(legacy=False))
         elif isinstance(item, torch.Tensor | np.ndarray):
-            self._items[name] = source.read({name: item})[name]
+            self._items[name] = _read(source, {name: item})[name]
         else:
-            self._items[name] = source.read({name: None})[name]
+            self._items[name] = _read(source, {name: None})[name]
 
     def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source) -> None:
         # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet.
-        saved = source.read({name: None})[name]
+        saved = _read(source, {name: None})[name]
         if not _is_named(source.node(name)):
             by_parameter.load_exact(item, saved)
             return

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from syckpt.errors import NotFoundError, StateError
-from syckpt.objects import nodes
+from syckpt.checkpoint.source import Source
+from syckpt.errors import StateError
 from syckpt.objects.commit import Commit
-from syckpt.objects.nodes import Node
 from syckpt.repo import history
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.state.fit import Fitted, Options, fit, matching
 from syckpt.stores.base import StoreSpec, parse_root
 
-__all__ = ["LoadReport", "Source", "load", "read"]
+__all__ = ["LoadReport", "load", "read"]
 
 
 @dataclass
@@ -47,104 +46,6 @@ class LoadReport:
     rng_exact: bool = True
     """Whether the random streams are those of the commit."""
     notes: list[str] = field(default_factory=list)
-
-
-class Source:
-    """An open commit on one rank, ready to be read."""
-
-    def __init__(self, reader: Reader, commit: Commit) -> None:
-        if commit.dropped:
-            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log, its tensors are gone")
-        self.commit = commit
-        self._reader = reader
-        self._snapshot = reader.snapshot(commit)
-        self._streams: Any = None
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the items in the commit."""
-        return set(self._snapshot.manifest.items)
-
-    @property
-    def has_rng(self) -> bool:
-        """Whether random streams were saved."""
-        return self._snapshot.manifest.rng is not None
-
-    @property
-    def entries(self) -> Sequence[Any]:
-        """The manifest's entries; nodes count them."""
-        return self._snapshot.manifest.entries
-
-    @property
-    def bytes_read(self) -> int:
-        """Stored bytes that the reader has read so far, for all its sources."""
-        return self._reader.bytes_read
-
-    def node(self, name: str) -> Node:
-        """Return an item's structure. Raises: NotFoundError."""
-        try:
-            return self._snapshot.manifest.items[name]
-        except KeyError:
-            raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}") from None
-
-    def rng(self) -> Any:
-        """Return the saved random streams, as `state.rng.capture` made them; read and verified once."""
-        if self._streams is None:
-            plan = fit(self._snapshot.manifest.rng, None, path=("rng",), entries=self.entries)
-            self._streams = plan.build(self.fetch(dict.fromkeys(plan.fresh)).__getitem__)
-        return self._streams
-
-    def read(self, into: Mapping[str, Any]) -> dict[str, Any]:
-        """Read items strictly, into live templates in place or (None) afresh. Raises: StateError, IntegrityError."""
-        return read(self, into)[0]
-
-    def fits(self, name: str, template: Any) -> bool:
-        """Whether an item's structure is the template's."""
-        return not fit(self.node(name), template, path=(name,), entries=self.entries).problems
-
-    def fetch(self, wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """Return verified entries by index: the given tensors filled in place, new CPU tensors for None.
-
-        A target that is not contiguous CPU memory is filled by a copy once all bytes are verified.
-        """
-        manifest, places = self._snapshot.manifest, self._snapshot.places
-        found: dict[int, torch.Tensor] = {}
-        requests = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, target in wanted.items():
-            entry = manifest.entries[index]
-            dtype = getattr(torch, entry.dtype, None)
-            if dtype is None:
-                raise StateError(f"{nodes.format_path(entry.path)}: this torch has no dtype {entry.dtype}; use a newer torch")
-            direct = target
-            if target is None or not _is_plain_memory(target) or target.dtype != dtype:
-                # As bytes first: not every dtype can be allocated by name without complaint.
-                try:
-                    direct = torch.empty(entry.nbytes, dtype=torch.uint8).view(dtype).view(entry.sizes)
-                except (RuntimeError, MemoryError) as exc:
-                    raise StateError(f"{nodes.format_path(entry.path)}: no memory for its {entry.nbytes} bytes; load a part of it") from exc
-                if target is not None:
-                    copies.append((target, direct))
-            assert direct is not None
-            found[index] = direct if target is None else target
-            requests.append((entry, places[index], _memory(direct)))
-        self._reader.read(requests)
-        with torch.no_grad():
-            for target, value in copies:
-                target.detach().copy_(value)
-        return found
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's bytes, writable."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
 
 
 def read(
@@ -176,19 +77,14 @@ def read(
         raise StateError(_problems(source.commit, report))
     if dry_run:
         return {}, report
+    report.per_rank = list(source.per_rank)
     before = source.bytes_read
-    wanted: dict[int, torch.Tensor | None] = {}
-    more: list[tuple[int, torch.Tensor]] = []
+    targets: dict[int, list[torch.Tensor]] = {index: [] for plan in fitted.values() for index in plan.fresh}
     for plan in fitted.values():
         for index, target in plan.fills:
-            # Converted targets are copies: what is read serves the others, too.
-            if wanted.get(index) is None and str(target.dtype) == f"torch.{source.entries[index].dtype}":
-                wanted[index] = target
-            else:
-                wanted.setdefault(index, None)
-                more.append((index, target))
-        for index in plan.fresh:
-            wanted.setdefault(index, None)
+            targets.setdefault(index, []).append(target)
+    wanted = {index: _read_into(found, source.entries[index].dtype) for index, found in targets.items()}
+    more = [(index, target) for index, found in targets.items() for target in found if target is not wanted[index]]
     tensors = source.fetch(wanted)
     with torch.no_grad():
         for index, target in more:
@@ -204,6 +100,12 @@ def read(
         return moved[index]
 
     return {name: plan.build(tensor) for name, plan in fitted.items()}, report
+
+
+def _read_into(targets: Sequence[torch.Tensor], dtype: str) -> torch.Tensor | None:
+    """Return the target that bytes are read into; others that share the value are copied from it, so it must not be a converted one."""
+    exact = next((target for target in targets if str(target.dtype) == f"torch.{dtype}"), None)
+    return targets[0] if exact is None and len(targets) == 1 else exact
 
 
 class _Chosen:

@@ -23,10 +23,12 @@ from syckpt import __version__
 from syckpt.checkpoint import loader as loading
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.ledger import Ledger
-from syckpt.checkpoint.loader import LoadReport, Source
+from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resume import newest_whole
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
+from syckpt.checkpoint.share import whole
+from syckpt.checkpoint.source import Source
 from syckpt.dataloader.seeded import is_seeded
 from syckpt.dist import topology
 from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, StateError, SyckptError
@@ -573,7 +575,9 @@ class CheckpointManager:
             sequence=self._sequence,
             nonce=secrets.token_bytes(16),
         )
-        pending = self._saver.submit(commit, flat, rng=rng, after=lambda: self._ledger.newest, meta=meta, started=started)
+        pending = self._saver.submit(
+            commit, whole(flat), items=flat.nodes, rng=rng, after=lambda: self._ledger.newest, meta=meta, started=started
+        )
         self._sequence += 1
         self._progress.saved(done=done, metric=score)
         self._ledger.announce(pending, name=checkpoint_id, tags=tags)

@@ -6,7 +6,7 @@ import re
 import time
 from typing import Literal
 
-from syckpt.dataloader import StatefulRandomSampler
+from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects.commit import Commit
 
@@ -41,7 +41,7 @@ class Progress:
         """The epoch that `loop` yields next: the one under way unless it was finished."""
         return self.epoch + 1 if self._closed else self.epoch
 
-    def enter(self, epoch: int, sampler: StatefulRandomSampler | None) -> None:
+    def enter(self, epoch: int, sampler: StatefulSampler | None) -> None:
         """`loop` begins an epoch, or enters the resumed one again."""
         if epoch != self.epoch or self._closed:
             self.epoch, self.batch_idx, self.entered, self.at_resume = epoch, 0, False, False
@@ -66,7 +66,7 @@ class Progress:
             raise StateError(f"steps are counted by {self._counter} already, and {counter} would count them twice: use one of the two")
         self._counter = counter
 
-    def advance(self, steps: int, batches: int, sampler: StatefulRandomSampler | None) -> None:
+    def advance(self, steps: int, batches: int, sampler: StatefulSampler | None) -> None:
         """Steps were made, and batches consumed."""
         if type(steps) is not int or type(batches) is not int or steps < 0 or batches < 0:
             raise StateError(f"step_up({steps!r}, batches={batches!r}): expected natural numbers")
@@ -80,7 +80,7 @@ class Progress:
         if batches and sampler.exhausted:
             self.entered = False
 
-    def epoch_done(self, sampler: StatefulRandomSampler | None, epoch_end: bool | None) -> bool:
+    def epoch_done(self, sampler: StatefulSampler | None, epoch_end: bool | None) -> bool:
         """Whether a save now counts the epoch as finished."""
         if epoch_end is not None:
             return epoch_end
@@ -97,7 +97,7 @@ class Progress:
         self.metric = metric
         self._last_saved = self._position(done)
 
-    def advanced(self, sampler: StatefulRandomSampler | None) -> bool:
+    def advanced(self, sampler: StatefulSampler | None) -> bool:
         """Whether there is anything that the last save does not have."""
         *counters, done = self._position(self.epoch_done(sampler, None))
         *saved, saved_done = self._last_saved

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from syckpt.errors import CoordinationError, StateError, SyckptError, WriterDied
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Lease
 from syckpt.repo import leases, owner
+from syckpt.repo.receipts import Desk
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold, newest_readable
-from syckpt.state.flatten import Flat
-from syckpt.state.staging import Slot, layout
+from syckpt.state.staging import Part, Slot, layout
 from syckpt.stores.base import StoreSpec
 
 __all__ = ["PendingCommit", "Saver", "Settings"]
@@ -50,6 +50,8 @@ class Settings:
     keyframe_every: int
     threads: int
     timeout_s: float
+    rank: int = 0
+    world_size: int = 1
 
 
 def _package_folders() -> list[str]:
@@ -190,9 +192,19 @@ class Saver:
         return len(self._in_hand) >= _MAX_SLOTS
 
     def submit(
-        self, commit: str, flat: Flat, *, rng: Any, after: Callable[[], str | None], meta: dict[str, Any], started: float
+        self,
+        commit: str,
+        parts: Sequence[Part],
+        *,
+        items: dict[str, Any],
+        rng: Any,
+        after: Callable[[], str | None],
+        meta: dict[str, Any],
+        started: float,
     ) -> PendingCommit:
-        """Copy the state into a slot and hand it to the writer; on return the caller may change its tensors.
+        """Copy the parts into a slot and hand them to the writer; on return the caller may change its tensors.
+
+        `items` and `rng` are the structure around the parts, whose entries it counts.
 
         `after()` is the save, or commit, that this one is to follow.
         `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
@@ -201,10 +213,10 @@ class Saver:
         self.require_own_process()
         with self._lock:
             self._ensure_writer()
-            offsets, nbytes = layout(flat.leaves)
+            offsets, nbytes = layout(parts)
             slot = self._free_slot(nbytes)
             copying = time.perf_counter()
-            slot.fill(flat.leaves, offsets)
+            slot.fill(parts, offsets)
             ended = time.perf_counter()
             meta["stats"] = {"stall_s": ended - started, "copy_s": ended - copying}
             message = {
@@ -214,12 +226,14 @@ class Saver:
                 # Asked now: waiting for a slot may have shown that the save before this one failed.
                 "after": after(),
                 "tensors": {
-                    "path": [list(leaf.path) for leaf in flat.leaves],
-                    "dtype": [leaf.dtype for leaf in flat.leaves],
-                    "shape": [list(leaf.shape) for leaf in flat.leaves],
+                    "path": [list(part.path) for part in parts],
+                    "dtype": [part.dtype for part in parts],
+                    "shape": [list(part.shape) for part in parts],
+                    "box": [None if part.box is None else [list(part.box.offsets), list(part.box.sizes)] for part in parts],
                     "offset": offsets,
+                    "local": [part.local for part in parts],
                 },
-                "items": flat.nodes,
+                "items": items,
                 "rng": rng,
                 "meta": meta,
             }
@@ -408,6 +422,9 @@ class Saver:
             "compression": settings.compression,
             "keyframe_every": settings.keyframe_every,
             "threads": settings.threads,
+            "timeout_s": settings.timeout_s,
+            "rank": settings.rank,
+            "world_size": settings.world_size,
         }
         self._take_lease(hold, popen.pid)
         try:
@@ -447,7 +464,23 @@ class Saver:
             else:
                 how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
                 why = f"writer process {process.popen.pid} ended ({how}) before save {commit_id} was durable; the next save starts another"
-                self._settle(commit_id, error=cause or WriterDied(why))
+                error = cause or WriterDied(why)
+                self._tell_ranks(commit_id, error)
+                self._settle(commit_id, error=error)
+
+    def _tell_ranks(self, commit: str, error: SyckptError) -> None:
+        """Say in a dead writer's place that its part has failed, so that the other ranks need not wait for their deadline."""
+        settings, hold = self._settings, self._hold
+        if settings.world_size == 1 or hold is None:
+            return
+        desk = Desk(self._repository, hold.branch, commit, timeout_s=settings.timeout_s)
+        try:
+            if settings.rank == 0:
+                desk.decide(None, error)
+            else:
+                desk.hand_in(settings.rank, None, {}, error)
+        except SyckptError as exc:
+            _log.warning("the other ranks could not be told that save %s failed here: %s", commit, exc)
 
     @staticmethod
     def _reap(process: _Process, *, timeout_s: float) -> int | None:

@@ -24,16 +24,19 @@ from typing import Any
 from syckpt.checkpoint.wire import Channel, PeerGone
 from syckpt.errors import SyckptError, to_wire
 from syckpt.objects import nodes
+from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Lease, Owner
 from syckpt.repo import leases, owner
-from syckpt.repo.packing import Packer, Staged
+from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
+from syckpt.repo.receipts import Desk, Receipt
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold, Transaction, recover
 from syckpt.stores.base import StoreSpec
 
 _log = logging.getLogger("syckpt")
+_FAREWELL_S = 5.0  # how long rank 0 waits, when it ends, for the others to hear of the last save
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,16 @@ class _Writer:
         self._reader = Reader(self._repository, threads=1)
         self._hold = Hold(start["branch"], start["run"], start["generation"], start["number"], start["tip"])
         self._owner = owner.this_process()
+        self._rank, self._world_size = start["rank"], start["world_size"]
+        self._timeout_s = start["timeout_s"]
         trainer = Owner.from_body(start["trainer"], where="the trainer's start message")
         lease = Lease(self._hold.branch, self._hold.run, self._hold.generation, start["token"], trainer, self._owner, 0)
-        self._renewal = _Renewal(self._repository, lease)
+        self._renewal = _Renewal(self._repository, lease) if self._rank == 0 else None
+        self._last_desk: Desk | None = None
         self._packer = Packer(
             self._reader,
-            rank=0,
-            world_size=1,
+            rank=self._rank,
+            world_size=self._world_size,
             compression=start["compression"],
             keyframe_every=start["keyframe_every"],
             threads=start["threads"],
@@ -161,34 +167,88 @@ class _Writer:
         _tell(self._channel, {"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
 
     def _commit(self, message: dict[str, Any], begun: float) -> Commit:
+        parent = self._parent(message["after"])
+        commit = self._lead(message, parent, begun) if self._rank == 0 else self._follow(message, parent)
+        self._packer.published()
+        self._newest = commit
+        return commit
+
+    def _desk(self, commit: str) -> Desk:
+        return Desk(self._repository, self._hold.branch, commit, timeout_s=self._timeout_s)
+
+    def _lead(self, message: dict[str, Any], parent: Commit | None, begun: float) -> Commit:
+        """Rank 0: write this rank's part, wait for the others', make the commit visible, and say so."""
         if not self._recovered:
             for dropped in recover(self._repository, self._hold):
                 _log.info("save %s was cut off by a crash; what it left behind is removed", dropped)
             self._recovered = True
-        parent = self._parent(message["after"])
+        desk, before, self._last_desk = self._desk(message["id"]), self._last_desk, None
         uses = self._packer.points_into(parent)
         transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
         try:
-            table = message["tensors"]
-            staged = [
-                Staged(tuple(path), dtype, tuple(shape), None, offset)
-                for path, dtype, shape, offset in zip(table["path"], table["dtype"], table["shape"], table["offset"], strict=True)
-            ]
-            memory = memoryview(self._slots[message["slot"]]) if staged else memoryview(b"")
-            packed = self._packer.pack(
-                message["id"], parent=parent, staged=staged, memory=memory, items=message["items"], rng=message["rng"]
-            )
-            commit = self._describe(message, parent, packed.manifest_seal, packed.stats, begun)
-            self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=[packed.locations])
-        except BaseException:
-            try:
-                transaction.abort()
-            except SyckptError as exc:
-                _log.warning("what save %s left behind could not be removed; the next opening of the branch does: %s", message["id"], exc)
+            packed = self._pack(message, parent)
+            others = desk.collect(range(1, self._world_size))
+            tables = [packed.locations, *(self._reader.table((message["id"], other.rank)) for other in others)]
+            parts = [Receipt(0, packed.manifest_seal, packed.stats), *others]
+            commit = self._describe(message, parent, parts, begun)
+            self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables)
+        except BaseException as exc:
+            self._give_up(message["id"], transaction, desk, exc)
             raise
-        self._packer.published()
-        self._newest = commit
+        if self._world_size > 1:
+            self._decide(desk, commit.seal, None)
+            self._last_desk = desk
+        if before is not None:
+            # Every rank has handed in a later part, so all of them know how that save went.
+            before.clear(wait_s=0.0)
         return commit
+
+    def _give_up(self, commit: str, transaction: Transaction, desk: Desk, cause: BaseException) -> None:
+        if self._world_size > 1:
+            self._decide(desk, None, cause)
+        try:
+            transaction.abort()
+        except SyckptError as exc:
+            _log.warning("what save %s left behind could not be removed; the next opening of the branch does: %s", commit, exc)
+
+    @staticmethod
+    def _decide(desk: Desk, seal: str | None, error: BaseException | None) -> None:
+        try:
+            desk.decide(seal, error)
+        except SyckptError as exc:
+            # They find out by their deadline, and by the branch's records.
+            _log.warning("the other ranks could not be told how the save went: %s", exc)
+
+    def _follow(self, message: dict[str, Any], parent: Commit | None) -> Commit:
+        """Any other rank: write this rank's part once rank 0 has begun, and wait for its verdict."""
+        commit, desk = message["id"], self._desk(message["id"])
+        desk.await_intent()
+        failure: BaseException | None = None
+        try:
+            packed = self._pack(message, parent)
+            desk.hand_in(self._rank, packed.manifest_seal, packed.stats)
+        except Exception as exc:  # noqa: BLE001 - rank 0 hears of it, whatever it was, and every rank fails alike
+            failure = exc
+        try:
+            if failure is not None:
+                desk.hand_in(self._rank, None, {}, failure)
+            seal = desk.await_verdict(self._rank)
+        except BaseException:
+            for key in self._repository.store.list(f"objects/{commit}/"):
+                if key.startswith(f"objects/{commit}/r{self._rank:05d}."):
+                    self._repository.store.delete(key)
+            raise
+        return self._repository.read_commit(commit, seal=seal)
+
+    def _pack(self, message: dict[str, Any], parent: Commit | None) -> Packed:
+        table = message["tensors"]
+        columns = (table[name] for name in ("path", "dtype", "shape", "box", "offset", "local"))
+        staged = [
+            Staged(tuple(path), dtype, tuple(shape), None if box is None else Box(tuple(box[0]), tuple(box[1])), offset, local)
+            for path, dtype, shape, box, offset, local in zip(*columns, strict=True)
+        ]
+        memory = memoryview(self._slots[message["slot"]]) if any(s.offset is not None for s in staged) else memoryview(b"")
+        return self._packer.pack(message["id"], parent=parent, staged=staged, memory=memory, items=message["items"], rng=message["rng"])
 
     def _parent(self, after: str | None) -> Commit | None:
         """Return the newest published ancestor of the state: parents are fixed here, in queue order."""
@@ -200,9 +260,9 @@ class _Writer:
             self._newest = self._repository.read_commit(after)
         return self._newest
 
-    def _describe(self, message: dict[str, Any], parent: Commit | None, seal: str, stats: dict[str, Any], begun: float) -> Commit:
+    def _describe(self, message: dict[str, Any], parent: Commit | None, parts: list[Receipt], begun: float) -> Commit:
         meta = message["meta"]
-        figures = {**meta["stats"], **stats, "writer_s": time.perf_counter() - begun}
+        figures = {**meta["stats"], **_together([part.stats for part in parts]), "writer_s": time.perf_counter() - begun}
         return Commit(
             id=message["id"],
             parents=() if parent is None else (parent.id,),
@@ -217,7 +277,7 @@ class _Writer:
             message=meta["message"],
             config=nodes.decode(meta["config"]),
             created_ns=int(meta["created_ns"]),
-            world_size=1,
+            world_size=self._world_size,
             tags=tuple(meta["tags"]),
             name=meta["name"],
             fingerprint=meta["fingerprint"],
@@ -227,12 +287,21 @@ class _Writer:
             sequence=meta["sequence"],
             rng_exact=meta["rng_exact"],
             stats={name: round(value, 6) if isinstance(value, float) else value for name, value in figures.items()},
-            manifests=((0, seal),),
+            manifests=tuple((part.rank, part.manifest) for part in parts),
         )
 
     def close(self) -> None:
         self._packer.close()
-        self._renewal.stop()
+        if self._last_desk is not None:
+            self._last_desk.clear(wait_s=_FAREWELL_S)
+        if self._renewal is not None:
+            self._renewal.stop()
+
+
+def _together(stats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return rank 0's figures with the bytes of all ranks."""
+    sums = {name: sum(part[name] for part in stats) for name in ("staged_bytes", "deduplicated_bytes", "encoded_bytes", "written_bytes")}
+    return {**stats[0], **sums, "ratio": sums["staged_bytes"] / max(1, sums["written_bytes"])}
 
 
 def _tell(channel: Channel, event: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _tensors(snapshot: Snapshot) -> Iterator[_Tensor]:
-    for entry, place in zip(snapshot.manifest.entries, snapshot.places, strict=True):
+    for _, entry, place in snapshot.stored():
         yield _tensor(entry, place, snapshot)
 
 

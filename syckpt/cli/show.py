@@ -101,13 +101,13 @@ def _content(repository: Repository, commit: Commit) -> _Content:
 
 
 def _rank(snapshot: Snapshot) -> _Rank:
-    kinds = Counter("pointer" if p.owner[0] != snapshot.commit.id else "delta" if p.base else "whole" for p in snapshot.places)
+    kinds = Counter("pointer" if p.owner[0] != snapshot.commit.id else "delta" if p.base else "whole" for _, _, p in snapshot.stored())
     keyframe, age = snapshot.locations.keyframe
     return _Rank(
         rank=snapshot.manifest.rank,
         keyframe=keyframe,
         keyframe_age=age,
-        tensors=len(snapshot.places),
+        tensors=kinds.total(),
         nbytes=sum(entry.nbytes for entry in snapshot.manifest.entries),
         whole=kinds["whole"],
         delta=kinds["delta"],

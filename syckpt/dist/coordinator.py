@@ -45,8 +45,8 @@ _INLINE_NBYTES = 64 << 10
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.1
 # How much longer than rank 0 the others wait, so that its verdict about who is missing reaches them.
 _GRACE_S = 2.0
-# A store that has not answered one request for so long is taken for stopped, once the deadline is over.
-_SILENCE_S = 3.0
+# A store that has not answered one request for so long is taken for stopped, once the deadline is over. It may be silent for 5 s (see _Line).
+_SILENCE_S = 6.0
 _TICK_S = 0.25
 _LONGEST_TEXT = 10_000
 
@@ -347,15 +347,17 @@ class _Job:
 
 
 class _Line:
-    """A connection to the rendezvous store, and the thread that alone uses it.
+    """The rendezvous store, and a thread that makes the requests.
 
     A client waits for its TCPStore's host without a limit, even to end a wait whose timeout has passed (torch 2.13), and nothing can
-    interrupt it. So requests are made on a thread, and the caller waits for that with a deadline and open to Ctrl-C. Looking repeatedly
-    beats `Store.wait`, which writes warnings to stderr whenever its timeout passes, and before torch 2.8 delays the training's requests.
+    interrupt it. So requests are made on a thread, and the caller waits for that with a deadline and open to Ctrl-C. All requests are
+    short, since torch makes those of a process one at a time: looking repeatedly instead of `Store.wait` delays nobody else's, and spares
+    the warnings on stderr when its timeout passes. A connection of our own (`Store.clone`) would not be free: the server looks up the name
+    of every new client, and answers nobody for 5 s where name servers do not answer.
     """
 
     def __init__(self, store: Any) -> None:
-        self._store, self._connected, self._extended = store, False, False
+        self._store = store
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._job = _Job(int, math.inf)
         threading.Thread(target=self._serve, name="syckpt-agreement", daemon=True).start()
@@ -412,10 +414,6 @@ class _Line:
             raise _Abandoned
         self._job.requests += 1
         try:
-            if not self._connected:
-                # On one connection the requests of the training's threads would wait for ours, and the other way round.
-                self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
-                self._extended, self._connected = self._store.has_extended_api(), True
             return getattr(self._store, method)(*args)
         except RuntimeError as exc:
             cause = str(exc).partition("\n")[0]  # C++ frames follow
@@ -453,7 +451,8 @@ class _Line:
         """Return the texts of keys that are there."""
         if not keys:
             return []
-        heads = self._request("multi_get", keys) if self._extended else [self._request("get", key) for key in keys]
+        together = self._store.has_extended_api()
+        heads = self._request("multi_get", keys) if together else [self._request("get", key) for key in keys]
         return [self._joined(key, head.decode()) for key, head in zip(keys, heads, strict=True)]
 
     def delete(self, keys: list[str]) -> None:

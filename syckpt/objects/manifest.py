@@ -18,7 +18,10 @@ PathKey = Any  # a string, an integer, or {"key": text}
 
 @dataclass(frozen=True)
 class Entry:
-    """One box's values: path, element type, global shape, box (None: the whole tensor), content address (32 bytes)."""
+    """One box's values: path, element type, global shape, box (None: the whole tensor), content address.
+
+    The address has 32 bytes; it is empty where this rank has the tensor in its structure but other ranks store its values.
+    """
 
     path: tuple[PathKey, ...]
     dtype: str
@@ -50,10 +53,12 @@ class Manifest:
     entries: tuple[Entry, ...]
     items: dict[str, Any] = field(hash=False)
     rng: Any = field(hash=False)
+    local: frozenset[int] = frozenset()
+    """Entries whose values are this rank's alone: tensors that differed between ranks."""
 
     def distinct(self) -> list[bytes]:
         """Addresses in order of first appearance; `Locations.at` is aligned with it."""
-        return list(dict.fromkeys(entry.address for entry in self.entries))
+        return list(dict.fromkeys(entry.address for entry in self.entries if entry.address))
 
     def to_body(self) -> dict[str, Any]:
         return {
@@ -66,7 +71,8 @@ class Manifest:
                 "dtype": [e.dtype for e in self.entries],
                 "shape": [list(e.shape) for e in self.entries],
                 "box": [None if e.box is None else [list(e.box.offsets), list(e.box.sizes)] for e in self.entries],
-                "address": [addresses.to_text(e.address) for e in self.entries],
+                "address": [addresses.to_text(e.address) or None for e in self.entries],
+                **({"local": sorted(self.local)} if self.local else {}),
             },
             "items": self.items,
             "rng": self.rng,
@@ -78,12 +84,16 @@ class Manifest:
         fields = Fields(body, where=where)
         columns = fields.columns("tensors", "path", "dtype", "shape", "box", "address")
         entries = tuple(_entry(fields, *row) for row in zip(*columns, strict=True))
+        local = fields.mapping("tensors").get("local", [])
+        if not isinstance(local, list) or any(type(index) is not int or not 0 <= index < len(entries) for index in local):
+            fields.fail("'local' is not a list of entries")
         return Manifest(
             rank=fields.integer("rank"),
             world_size=fields.integer("world_size", least=1),
             entries=entries,
             items=fields.mapping("items"),
             rng=fields.raw("rng"),
+            local=frozenset(local),
         )
 
 
@@ -118,6 +128,8 @@ def _box(value: Any, shape: tuple[int, ...]) -> Box | None:
 
 
 def _address(text: Any) -> bytes:
+    if text is None:
+        return b""
     digest = addresses.from_text(text)
     if len(digest) != 32:
         raise ValueError(f"not an address: {str(text)[:60]}")

@@ -35,6 +35,8 @@ __all__ = [
     "KeyPath",
     "Node",
     "Opaque",
+    "PER_RANK",
+    "PerRank",
     "children",
     "decode",
     "encode",
@@ -54,6 +56,8 @@ DecodeLeaf = Callable[[str, Any], Any]
 
 FOREIGN_KINDS = frozenset({"tensor", "ndarray", "npscalar", "size", "dtype", "device", "generator"})
 MAPPING_KINDS = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
+PER_RANK = "perrank"
+"""The kind of a value that ranks saved differently, `[[rank, node], ...]`: made when several ranks are read as one, never stored."""
 _REFERENCE_KINDS = frozenset({"tensor", "ndarray", "generator"})
 
 _MAX_DEPTH = 200
@@ -312,6 +316,8 @@ def children(node: Node) -> list[tuple[PathKey, Node]] | None:
         return [(node_key(key), child) for key, child in payload]
     if kind in ("namedtuple", "dataclass"):
         return [(name, child) for name, child in payload[1]]
+    if kind == PER_RANK:
+        return [(rank, child) for rank, child in payload]
     return None
 
 
@@ -357,6 +363,10 @@ def _list_of(payload: Any, kind: str, length: int | None = None) -> list[Any]:
 
 def _is_index(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+class PerRank(dict[int, Any]):
+    """A value that ranks saved differently: `{rank: value}`."""
 
 
 class _Decoder:
@@ -486,6 +496,7 @@ class _Decoder:
 
 # Partial functions rather than lambdas: a frame less a level leaves more of the stack to the caller.
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    PER_RANK: lambda decoder, payload: PerRank({rank: decoder.value(node) for rank, node in payload}),
     "str": _Decoder.decode_text,
     "int": _Decoder.decode_integer,
     "float": _Decoder.decode_float,

@@ -40,13 +40,17 @@ _AHEAD_NBYTES = 16 * BLOCK_NBYTES
 
 @dataclass(frozen=True)
 class Staged:
-    """A tensor as it lies in the staging memory: `offset` in bytes."""
+    """A tensor, or a box of one, as it lies in the staging memory.
+
+    `offset` in bytes; None for a tensor of this rank's structure that another rank stores. `local`: its values are this rank's alone.
+    """
 
     path: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     box: Box | None
-    offset: int
+    offset: int | None
+    local: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -88,7 +92,7 @@ class _View:
     keyframe: str = ""
     age: int = 0
     homes: dict[bytes, _Home] = field(default_factory=dict)
-    bases: dict[tuple[Any, ...], _Base] = field(default_factory=dict)
+    bases: dict[Any, _Base] = field(default_factory=dict)
 
 
 class Packer:
@@ -118,7 +122,7 @@ class Packer:
         view = self._view_of(parent)
         leaves = self._hash(staged, memory)
         entries = tuple(
-            Entry(s.path, s.dtype, s.shape, s.box, addresses.address(s.dtype, s.sizes, leaf))
+            Entry(s.path, s.dtype, s.shape, s.box, b"" if s.offset is None else addresses.address(s.dtype, s.sizes, leaf))
             for s, leaf in zip(staged, leaves, strict=True)
         )
         hashed = time.perf_counter()
@@ -129,25 +133,29 @@ class Packer:
         table = _Table(commit, self._rank)
         new: dict[bytes, int] = {}
         for index, entry in enumerate(entries):
-            if entry.address not in view.homes:
+            if entry.address and entry.address not in view.homes:
                 new.setdefault(entry.address, index)
-        blob = self._write_blob(commit, list(new.values()), entries, leaves, memory, [s.offset for s in staged], table, fresh)
+        raw = [memory[s.offset : s.offset + e.nbytes] if s.offset is not None else memory[:0] for s, e in zip(staged, entries, strict=True)]
+        blob = self._write_blob(commit, list(new.values()), entries, leaves, raw, table, fresh)
         for entry, leaf in zip(entries, leaves, strict=True):
+            if not entry.address:
+                continue
             home = view.homes.get(entry.address) or table.homes[entry.address]
             fresh.homes.setdefault(entry.address, home)
-            if begins_cycle and entry.path not in fresh.bases and self._is_self_contained(home, table):
-                fresh.bases[entry.path] = _Base(entry, home, leaf, None)
+            if begins_cycle and _part(entry) not in fresh.bases and self._is_self_contained(home, table):
+                fresh.bases[_part(entry)] = _Base(entry, home, leaf, None)
         for base in fresh.bases.values():
             fresh.homes.setdefault(base.entry.address, base.home)
         written = time.perf_counter()
 
-        manifest = Manifest(self._rank, self._world_size, entries, items, rng)
+        local = frozenset(index for index, s in enumerate(staged) if s.local)
+        manifest = Manifest(self._rank, self._world_size, entries, items, rng, local)
         seal = documents.write(self._store, manifest_key(commit, self._rank), manifest.to_body())
         locations = table.finish(manifest, seal, blob, fresh)
         documents.write(self._store, locations_key(commit, self._rank, 1), locations.to_body())
         self._reader.remember(locations)
         self._next = fresh
-        staged_nbytes = sum(e.nbytes for e in entries)
+        staged_nbytes = sum(e.nbytes for e in entries if e.address)
         new_nbytes = sum(entries[i].nbytes for i in new.values())
         stored_nbytes = blob.size if blob else 0
         metadata = sum(self._store.size(key) or 0 for key in (manifest_key(commit, self._rank), locations_key(commit, self._rank, 1)))
@@ -213,9 +221,9 @@ class Packer:
         view.keyframe, view.age = keyframe, age
         self._learn(view, base.locations, base.manifest.distinct())
         for source in (base, snapshot):
-            for entry, place in zip(source.manifest.entries, source.places, strict=True):
-                if place.base is None and entry.path not in view.bases:
-                    view.bases[entry.path] = _Base(entry, view.homes[entry.address], place.row.leaves, None)
+            for _, entry, place in source.stored():
+                if place.base is None and _part(entry) not in view.bases:
+                    view.bases[_part(entry)] = _Base(entry, view.homes[entry.address], place.row.leaves, None)
         return view
 
     @staticmethod
@@ -231,9 +239,10 @@ class Packer:
 
     def _hash(self, staged: Sequence[Staged], memory: memoryview) -> list[bytes]:
         """Return each tensor's leaves, concatenated."""
-        blocks = [block for s in staged for block in _blocks(memory, s.offset, _nbytes(s))]
+        blocks = [block for s in staged if s.offset is not None for block in _blocks(memory, s.offset, _nbytes(s))]
         digests: Iterator[bytes] = iter([digest for group in self._pool.map(_leaves, _groups(blocks)) for digest in group])
-        return [b"".join(next(digests) for _ in range(addresses.block_count(_nbytes(s)))) for s in staged]
+        counts = [0 if s.offset is None else addresses.block_count(_nbytes(s)) for s in staged]
+        return [b"".join(next(digests) for _ in range(count)) for count in counts]
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -243,8 +252,7 @@ class Packer:
         new: list[int],
         entries: Sequence[Entry],
         leaves: Sequence[bytes],
-        memory: memoryview,
-        offsets: list[int],
+        raw: Sequence[memoryview],
         table: _Table,
         view: _View,
     ) -> BlobRecord | None:
@@ -262,15 +270,13 @@ class Packer:
         header: dict[str, Any] = {}
         with self._store.sink(key) as sink:
             sink.write([bytes(reserved)])
-            jobs = [
-                _Job(entries[i], memory[offsets[i] : offsets[i] + entries[i].nbytes], leaves[i], _base_for(entries[i], view)) for i in order
-            ]
+            jobs = [_Job(entries[i], raw[i], leaves[i], _base_for(entries[i], view)) for i in order]
             for name, (job, pieces) in zip(names, self._encode_ahead(jobs), strict=True):
                 row = _store_tensor(job, pieces, sink, table)
                 home = table.add(job.entry.address, row)
                 if row.base is None and job.base is None:
                     scratch = self._scratch.append(job.raw) if self._compression == "fast" else None
-                    view.bases[job.entry.path] = _Base(job.entry, home, job.leaves, scratch)
+                    view.bases[_part(job.entry)] = _Base(job.entry, home, job.leaves, scratch)
                 header[name] = _header_entry(job.entry, row, reserved)
             text = json.dumps(header, separators=(",", ":")).encode()
             head = (reserved - 8).to_bytes(8, "little") + text.ljust(reserved - 8)
@@ -335,7 +341,7 @@ class _Job:
 
 
 def _base_for(entry: Entry, view: _View) -> _Base | None:
-    base = view.bases.get(entry.path)
+    base = view.bases.get(_part(entry))
     return base if base is not None and (base.entry.dtype, base.entry.sizes) == (entry.dtype, entry.sizes) else None
 
 
@@ -434,6 +440,12 @@ class _Scratch:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _part(entry: Entry) -> Any:
+    """What successive values of one box are known by."""
+    # A key may be a dict, which cannot be hashed; a tuple is no other key.
+    return tuple((key["key"],) if isinstance(key, dict) else key for key in entry.path), entry.box
 
 
 def _nbytes(staged: Staged) -> int:

@@ -56,12 +56,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A commit's content on one rank, with the places of its entries (aligned with `manifest.entries`)."""
+    """A commit's content on one rank, with the places of its entries.
+
+    `places` is aligned with `manifest.entries`; None where other ranks store the values.
+    """
 
     commit: Commit
     manifest: Manifest
     locations: Locations
-    places: tuple[Place, ...]
+    places: tuple[Place | None, ...]
+
+    def stored(self) -> Iterator[tuple[int, Entry, Place]]:
+        """Yield index, entry and place of everything that this rank stores."""
+        for index, (entry, place) in enumerate(zip(self.manifest.entries, self.places, strict=True)):
+            if place is not None:
+                yield index, entry, place
 
 
 class _Buffers(threading.local):
@@ -94,13 +103,13 @@ class Reader:
         if locations.manifest_seal != dict(commit.manifests)[rank] or len(locations.at) != len(distinct):
             raise IntegrityError(f"{where}: belongs to another manifest")
         by_address = {digest: self.place(locations, *at) for digest, at in zip(distinct, locations.at, strict=True)}
-        places = tuple(by_address[entry.address] for entry in manifest.entries)
-        for entry, place in zip(manifest.entries, places, strict=True):
+        snapshot = Snapshot(commit, manifest, locations, tuple(by_address.get(entry.address) for entry in manifest.entries))
+        for _, entry, place in snapshot.stored():
             if entry.nbytes != place.row.nbytes or (place.row.coded and place.row.width != entry.kind.width):
                 raise IntegrityError(
                     f"{where}: {entry.path} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says {entry.nbytes}"
                 )
-        return Snapshot(commit, manifest, locations, places)
+        return snapshot
 
     def place(self, locations: Locations, source: int, row: int, *, is_base: bool = False) -> Place:
         """Return the place that `(source, row)` means in these locations. Raises: IntegrityError."""
@@ -136,16 +145,8 @@ class Reader:
             if len(self._tables) > _MAX_TABLES:
                 self._tables.popitem(last=False)
 
-    def read(self, requests: Sequence[tuple[Entry, Place, memoryview]]) -> None:
-        """Fill each request's writable byte buffer (of `entry.nbytes`) with the entry's verified raw bytes.
-
-        Raises: IntegrityError naming file, tensor and block; what was filled by then holds exact bytes.
-        """
-        work: list[Callable[[], None]] = []
-        for entry, place, out in requests:
-            self._check_leaves(entry, place)
-            blocks = range(addresses.block_count(entry.nbytes))
-            work += [self._task(entry, place, index, out) for index in blocks]
+    def run(self, work: Sequence[Callable[[], None]]) -> None:
+        """Run tasks in the pool; each may read one block. Raises: what the first one failed with."""
         if len(work) <= 1 or self._threads == 1:
             for task in work:
                 task()
@@ -158,9 +159,21 @@ class Reader:
             for future in done:
                 future.result()
 
+    def tasks(self, entry: Entry, place: Place, out: memoryview) -> list[Callable[[], None]]:
+        """Return what `run` has to do to fill a byte buffer (of `entry.nbytes`) with an entry's verified raw bytes."""
+        self.check_leaves(entry, place)
+        return [self._task(entry, place, index, out) for index in range(addresses.block_count(entry.nbytes))]
+
+    def read(self, requests: Sequence[tuple[Entry, Place, memoryview]]) -> None:
+        """Fill each request's byte buffer.
+
+        Raises: IntegrityError naming file, tensor and block; what was filled by then holds exact bytes.
+        """
+        self.run([task for request in requests for task in self.tasks(*request)])
+
     def check(self, entry: Entry, place: Place) -> None:
         """Read and verify a tensor, keeping nothing. Raises: IntegrityError."""
-        self._check_leaves(entry, place)
+        self.check_leaves(entry, place)
         for index in range(addresses.block_count(entry.nbytes)):
             self.read_block(entry, place, index)
 
@@ -188,7 +201,8 @@ class Reader:
             raise IntegrityError(f"{_describe(entry, place, index)}: its bytes are not those that were saved; run `syckpt verify`")
         return out
 
-    def _check_leaves(self, entry: Entry, place: Place) -> None:
+    def check_leaves(self, entry: Entry, place: Place) -> None:
+        """Check that the digests of an entry's blocks lead to its address, before any is believed. Raises: IntegrityError."""
         # One block: the address is checked with the block itself.
         many = addresses.block_count(entry.nbytes) != 1
         if many and addresses.address(entry.dtype, entry.sizes, place.row.leaves) != entry.address:
@@ -226,7 +240,7 @@ def _run(tasks: Sequence[Callable[[], None]]) -> None:
         task()
 
 
-def _chunks(work: list[Callable[[], None]], count: int) -> Iterator[list[Callable[[], None]]]:
+def _chunks(work: Sequence[Callable[[], None]], count: int) -> Iterator[Sequence[Callable[[], None]]]:
     size = max(1, -(-len(work) // count))
     for begin in range(0, len(work), size):
         yield work[begin : begin + size]

@@ -12,7 +12,7 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptEr
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
-from syckpt.repo import documents
+from syckpt.repo import documents, receipts
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository, manifest_key
 
@@ -224,6 +224,7 @@ def recover(repository: Repository, hold: Hold) -> list[str]:
         except (IntegrityError, NotFoundError) as exc:
             # What damaged it may not stop the saves to come; `verify` names it, and the intent stays.
             _log.warning("completing commit %s, whose save was cut off by a crash, failed: %s", intent.commit, exc)
+    receipts.discard(repository, hold.branch)
     repository.store.collect_staging()
     return dropped
 

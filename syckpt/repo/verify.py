@@ -133,7 +133,7 @@ def _header_error(repository: Repository, blob: BlobRecord) -> str | None:
 
 def _verify_tensors(reader: Reader, snapshot: Snapshot, report: VerifyReport, checked: _Checked) -> bool:
     damaged = False
-    for entry, place in zip(snapshot.manifest.entries, snapshot.places, strict=True):
+    for _, entry, place in snapshot.stored():
         key = (place.owner, place.number, entry.address)
         if key not in checked:
             checked[key] = None

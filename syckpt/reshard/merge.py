@@ -12,14 +12,7 @@ from typing import Any
 from syckpt.objects import canonical, nodes
 from syckpt.objects.nodes import KeyPath, Node
 
-__all__ = ["PER_RANK", "PerRank", "merge", "renumber"]
-
-PER_RANK = "perrank"
-"""Kind of the node that stands for a value kept per rank: `[[rank, node], ...]`. It is made here and never stored."""
-
-
-class PerRank(dict[int, Any]):
-    """A value that ranks saved differently: `{rank: value}`."""
+__all__ = ["merge", "renumber"]
 
 
 def renumber(node: Node, numbers: Mapping[int, int]) -> Node:
@@ -60,7 +53,7 @@ def _merge(parts: list[tuple[int, Node]], choose: int | None, path: KeyPath, dif
         return {kind: [_merge(list(column), choose, (*path, index), differing) for index, column in enumerate(columns)]}
     differing.append(path)
     if choose is None:
-        return {PER_RANK: [[rank, node] for rank, node in parts]}
+        return {nodes.PER_RANK: [[rank, node] for rank, node in parts]}
     return dict(parts).get(choose, first)
 
 

@@ -43,8 +43,8 @@ def layout_of(tensor: torch.Tensor, *, path: str = "tensor") -> Layout | None:
     for placement, sorted_ranks in zip(placements, ascending, strict=True):
         if not sorted_ranks and not isinstance(placement, Replicate):
             raise StateError(
-                f"{path}: sharded over a mesh whose ranks {list(ranks)} (shape {list(mesh_shape)}) do not ascend along that dimension, "
-                "where torch's own operations disagree on which rank has which part; make the mesh with ascending ranks"
+                f"{path}: sharded over a mesh of shape {list(mesh_shape)} whose ranks {list(ranks[:8])}... do not ascend along that "
+                "dimension, where torch's own operations disagree on which rank has which part; make the mesh with ascending ranks"
             )
     # Newer versions of torch can also say in the spec that splits apply in another order than from left to right.
     for entry in getattr(live._spec, "shard_order", None) or ():

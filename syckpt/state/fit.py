@@ -31,7 +31,7 @@ import torch
 from syckpt.errors import IntegrityError
 from syckpt.objects import canonical, nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
-from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, torch_name, unflatten
+from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, tie_key, torch_name, unflatten
 
 __all__ = ["Fitted", "Options", "fit", "matching"]
 
@@ -301,7 +301,7 @@ class _Planner:
                 self._mismatch(path, _describe(template), found + hint)
                 return self._keep(template)
             self.plan.cast.append(f"{format_path(path)}: {entry.dtype} to {name}")
-        region = (target.device, target.data_ptr(), target.shape, target.stride(), name) if target.numel() else id(template)
+        region = tie_key(target) if target.numel() else id(template)
         other, first = self._targets.setdefault(region, (index, path))
         if other != index and not self._same_content(other, index):
             self.plan.mismatched.append(

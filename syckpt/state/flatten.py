@@ -39,8 +39,10 @@ __all__ = [
     "numpy_dtype",
     "numpy_of",
     "plain_leaf",
+    "is_sharded",
     "refuse_tensor",
     "stored_array",
+    "tie_key",
     "torch_name",
     "unflatten",
 ]
@@ -92,11 +94,28 @@ def torch_name(dtype: Any) -> str | None:
     return _TORCH_NAMES.get(dtype.str)
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this rank holds a part."""
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+def tie_key(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have in common if they are one region of memory: then they are one leaf, or one target."""
+    if is_sharded(tensor):
+        live: Any = tensor
+        local = live._local_tensor
+        layout = (tuple(tensor.shape), str(live.placements), id(live.device_mesh))
+        return (tie_key(local), layout) if local.numel() else id(tensor)
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def refuse_tensor(tensor: torch.Tensor) -> str | None:
     """Return why a tensor's bits cannot be carried, and what to do, or None if they can."""
     kind = type(tensor)
-    if any(base.__name__ == "DTensor" for base in kind.__mro__):
-        return "DTensors of several ranks come with the distributed release; until then save `tensor.full_tensor()`"
+    if is_sharded(tensor):
+        return None  # Its placements are looked at where its boxes are.
     if torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized lazy parameter has no values yet; run a forward pass first"
     if tensor.is_nested:
@@ -289,15 +308,17 @@ class _Flattener:
         why = refuse_tensor(value)
         if why is not None:
             raise StateError(f"{nodes.format_path(path)}: {why}")
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = value.detach().as_subclass(torch.Tensor)
-        key: Any = (plain.device, plain.data_ptr(), plain.shape, plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg())
-        if plain.numel() == 0:
-            key = id(value)
+        if is_sharded(value):
+            plain = value.detach()
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = value.detach().as_subclass(torch.Tensor)
+        key = id(value) if plain.numel() == 0 else tie_key(plain)
         if key not in self._seen:
             dtype, shape = dtype_name(plain.dtype), tuple(int(size) for size in plain.shape)
             self._seen[key] = len(self.leaves), value
-            self.leaves.append(Leaf(path, plain.resolve_conj().resolve_neg(), dtype, shape))
+            resolved = plain if is_sharded(plain) else plain.resolve_conj().resolve_neg()
+            self.leaves.append(Leaf(path, resolved, dtype, shape))
         return self._seen[key][0]
 
     def _ndarray(self, value: Any, path: KeyPath) -> Node:

@@ -19,21 +19,43 @@ import numpy as np
 import torch
 
 from syckpt.errors import StoreError
+from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
-from syckpt.state.flatten import Leaf
+from syckpt.objects.nodes import KeyPath
 
-__all__ = ["Slot", "layout"]
+__all__ = ["Part", "Slot", "layout"]
 
 _ALIGN = 64
 _PAGE = mmap.PAGESIZE
 
 
-def layout(leaves: Sequence[Leaf]) -> tuple[list[int], int]:
-    """Return each leaf's offset in a slot, and the bytes that the slot needs."""
-    offsets, end = [], 0
-    for leaf in leaves:
-        offsets.append(end)
-        end += -(-prod(leaf.shape) * dtype(leaf.dtype).itemsize // _ALIGN) * _ALIGN
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What this rank hands over of one tensor: a box of it (None: the whole) and its values; no `array` where another rank stores them.
+
+    `shape` is the whole tensor's. `local`: the values are this rank's alone. The array is the live one: copy it before training goes on.
+    """
+
+    path: KeyPath
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box | None
+    array: Any
+    local: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return 0 if self.array is None else prod(self.shape if self.box is None else self.box.sizes) * dtype(self.dtype).itemsize
+
+
+def layout(parts: Sequence[Part]) -> tuple[list[int | None], int]:
+    """Return each part's offset in a slot (None: nothing to copy), and the bytes that the slot needs."""
+    offsets: list[int | None] = []
+    end = 0
+    for part in parts:
+        offsets.append(None if part.array is None else end)
+        end += -(-part.nbytes // _ALIGN) * _ALIGN
     return offsets, end
 
 
@@ -101,17 +123,16 @@ class Slot:
         self._pinned = False
         self._streams = _Streams({})
 
-    def fill(self, leaves: Sequence[Leaf], offsets: Sequence[int]) -> None:
-        """Copy every leaf to its offset; on return the sources may change. Device copies run side by side and are waited for."""
+    def fill(self, parts: Sequence[Part], offsets: Sequence[int | None]) -> None:
+        """Copy every part to its offset; on return the sources may change. Device copies run side by side and are waited for."""
         used: set[torch.device] = set()
-        for leaf, offset in zip(leaves, offsets, strict=True):
-            nbytes = prod(leaf.shape) * dtype(leaf.dtype).itemsize
-            if nbytes == 0:
+        for part, offset in zip(parts, offsets, strict=True):
+            if offset is None or part.nbytes == 0:
                 continue
-            if isinstance(leaf.array, np.ndarray):
-                self._copy_array(leaf.array, offset, nbytes)
+            if isinstance(part.array, np.ndarray):
+                self._copy_array(part.array, offset, part.nbytes)
             else:
-                self._copy_tensor(leaf.array.detach(), offset, nbytes, used)
+                self._copy_tensor(part.array.detach(), offset, part.nbytes, used)
         for device in used:
             # The optimizer may overwrite the source as soon as we return.
             self._streams.of(device).synchronize()

@@ -365,7 +365,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(inner, (*path, key))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_forged_documents_with_a_right_seal_never_give_a_wrong_value(
     fast: Scene, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -127,6 +127,7 @@ def the_stopped_host_of_the_rendezvous_store(coordinator: Coordinator) -> Any:
     store = host or dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     hosted = StoreCoordinator(store, rank=rank, world_size=coordinator.world_size, session="hosted", timeout_s=60)
     hosted.barrier("begin")
+    coordinator.barrier("begun")  # rank 0 may leave the other barrier first
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
     else:

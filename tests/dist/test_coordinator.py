@@ -25,9 +25,12 @@ def tcp_store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=HANG_S), wait_for_workers=False)
 
 
+STORES = [pytest.param(tcp_store, id="tcp"), pytest.param(dist.HashStore, id="hash")]
+
+
 def together(world_size: int, part: Callable[[Coordinator], Any], *, store: Any = None, timeout_s: float = HANG_S) -> list[Any]:
     """Play a part on every rank, a thread each; return what they returned or raised, in rank order."""
-    store = store or tcp_store()
+    store = store or dist.HashStore()
     found: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -56,8 +59,11 @@ def ranks_of(coordinator: Coordinator) -> list[int]:
 
 
 class TestValues:
+    @pytest.mark.parametrize("make_store", STORES)
     @pytest.mark.parametrize("world_size", [1, 2, 4])
-    def test_rank_0_decides_on_the_values_in_rank_order_and_all_get_its_verdict(self, world_size: int) -> None:
+    def test_rank_0_decides_on_the_values_in_rank_order_and_all_get_its_verdict(
+        self, world_size: int, make_store: Callable[[], Any]
+    ) -> None:
         decided = []
 
         def part(coordinator: Coordinator) -> Any:
@@ -67,7 +73,7 @@ class TestValues:
 
             return coordinator.agree("save", {"rank": coordinator.rank}, decide)
 
-        assert together(world_size, part) == [{"seen": list(range(world_size))}] * world_size
+        assert together(world_size, part, store=make_store()) == [{"seen": list(range(world_size))}] * world_size
         assert decided == [0]
 
     def test_a_broadcast_tells_all_what_rank_0_says(self) -> None:
@@ -94,7 +100,7 @@ class TestValues:
         assert together(2, part) == [expected] * 2
         assert part(SingleProcess()) == expected
 
-    @pytest.mark.parametrize("make_store", [tcp_store, dist.HashStore], ids=["tcp", "hash"])
+    @pytest.mark.parametrize("make_store", STORES)
     def test_a_hundred_agreements_leave_a_bounded_number_of_keys(self, make_store: Callable[[], Any]) -> None:
         store = make_store()
 

@@ -29,7 +29,8 @@ class TestFaultyStoreWithoutFaults(StoreSuite):
 
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
-    spec = faulty(tmp_path, FaultPlan(stop_at=3, action="eio", gate="/gate", trace="/trace", only="link", spare=7, arm="/arm", lasting=True))
+    plan = FaultPlan(stop_at=3, action="eio", gate="/gate", trace="/trace", only="link", spare=7, arm="/arm", lasting=True)
+    spec = faulty(tmp_path, plan)
     assert StoreSpec.from_wire(json.loads(json.dumps(spec.to_wire()))) == spec
 
 

@@ -1,0 +1,173 @@
+"""Who stores what: the parts of a job's state that this rank hands to its writer.
+
+A sharded tensor is stored box by box, by ranks that hold them; a replicated one once. Owners are balanced by bytes, and every rank
+computes the same ones from the structure that all have. Where ranks have different keys (pipeline or expert parallelism), the owner
+follows from path and box alone. Replicas are compared by digests that travel with the save; a tensor that differs between ranks is stored
+by each.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from syckpt.dist.coordinator import Coordinator
+from syckpt.objects import canonical
+from syckpt.objects.box import Box
+from syckpt.objects.dtypes import dtype
+from syckpt.objects.nodes import format_path
+from syckpt.reshard.layout import Layout, holders
+from syckpt.reshard.owners import Piece, assign
+from syckpt.reshard.tensors import layout_of, local_boxes
+from syckpt.state.flatten import Flat, Leaf
+from syckpt.state.staging import Part
+
+__all__ = ["Share", "Sharing"]
+
+_WHOLE_NBYTES = 64 << 10
+_SAMPLE_NBYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank stores of a flattened state: parts, the first ones aligned with its leaves, and the paths found to differ."""
+
+    parts: list[Part]
+    diverged: list[str]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """One rank's structure: each leaf's path text and layout, and digests that are compared with the other ranks'."""
+
+    paths: list[str]
+    layouts: list[Layout | None]
+    schema: str
+
+
+class Sharing:
+    """Decides shares, save after save; remembers owners while the structure stays."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._schema = ""
+        self._owners: dict[tuple[str, Box], int] = {}
+
+    def facts(self, flat: Flat, own: str) -> _Facts:
+        """Return this rank's structure. Leaves of the item `own` are never shared. Raises: StateError (a layout that cannot be stored)."""
+        paths = [format_path(leaf.path) for leaf in flat.leaves]
+        layouts = [None if leaf.path[0] == own else _layout(leaf, path) for leaf, path in zip(flat.leaves, paths, strict=True)]
+        rows = [
+            [path, leaf.dtype, list(leaf.shape), _layout_text(layout)]
+            for path, leaf, layout in zip(paths, flat.leaves, layouts, strict=True)
+            if leaf.path[0] != own
+        ]
+        return _Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest())
+
+    def share(self, flat: Flat, facts: _Facts, *, own: str, same_schema: bool, same_replicas: bool, at: str) -> Share:
+        """Return this rank's parts. Collective when ranks differ: then one more agreement tells where. Raises: as `Coordinator.agree`."""
+        candidates: Mapping[str, Sequence[int]] = {}
+        diverged: set[str] = set()
+        everyone = range(self._coordinator.world_size)
+        if not (same_schema and same_replicas):
+            digests = {
+                path: replica_digest(leaf)
+                for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True)
+                if leaf.path[0] != own and layout is None
+            }
+            verdict = self._coordinator.agree("replicas", digests, _compare, at=at)
+            candidates, diverged = verdict["ranks"], set(verdict["diverged"])
+        if same_schema and facts.schema != self._schema:
+            self._schema, self._owners = facts.schema, self._balance(flat, facts, own)
+        first: list[Part] = []
+        further: list[Part] = []
+        for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
+            if leaf.path[0] == own or path in diverged:
+                first.append(Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array, local=True))
+                continue
+            mine = [
+                (box, view)
+                for box, view, ranks in _held(leaf, path, layout, candidates.get(path, everyone))
+                if (self._owners[path, box] if same_schema else _by_name(path, box, ranks)) == self._coordinator.rank
+            ]
+            parts = [Part(leaf.path, leaf.dtype, leaf.shape, None if layout is None else box, view) for box, view in mine]
+            first.append(parts[0] if parts else Part(leaf.path, leaf.dtype, leaf.shape, None, None))
+            further += parts[1:]
+        return Share(first + further, sorted(diverged))
+
+    def _balance(self, flat: Flat, facts: _Facts, own: str) -> dict[tuple[str, Box], int]:
+        everyone = tuple(range(self._coordinator.world_size))
+        pieces = []
+        for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
+            if leaf.path[0] == own:
+                continue
+            itemsize = dtype(leaf.dtype).itemsize
+            boxes = {_whole(leaf): everyone} if layout is None else holders(layout)
+            pieces += [Piece(path, box, box.elements * itemsize, ranks) for box, ranks in boxes.items()]
+        return {(piece.key, piece.box): owner for piece, owner in zip(pieces, assign(pieces, len(everyone)), strict=True)}
+
+
+def whole(flat: Flat) -> list[Part]:
+    """Return the parts of a job of one process: everything."""
+    return [Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array) for leaf in flat.leaves]
+
+
+def _layout(leaf: Leaf, path: str) -> Layout | None:
+    return layout_of(leaf.array, path=path) if isinstance(leaf.array, torch.Tensor) else None
+
+
+def _layout_text(layout: Layout | None) -> str | None:
+    return None if layout is None else f"{layout.mesh_shape} {layout.ranks} {layout.placements}"
+
+
+def _whole(leaf: Leaf) -> Box:
+    return Box((0,) * len(leaf.shape), leaf.shape)
+
+
+def _held(leaf: Leaf, path: str, layout: Layout | None, ranks: Iterable[int]) -> list[tuple[Box, Any, tuple[int, ...]]]:
+    """Return the boxes that this rank holds, their values, and who else holds them."""
+    if layout is None:
+        return [(_whole(leaf), leaf.array, tuple(ranks))]
+    everywhere = holders(layout)
+    return [(box, view, everywhere[box]) for box, view in local_boxes(leaf.array, path=path)]
+
+
+def _by_name(path: str, box: Box, ranks: Sequence[int]) -> int:
+    return ranks[zlib.crc32(f"{path} {box.offsets}".encode()) % len(ranks)]
+
+
+def _compare(digests: list[dict[str, str]]) -> dict[str, Any]:
+    """Rank 0: which ranks have which plain tensors, and which of them differ."""
+    ranks: dict[str, list[int]] = {}
+    values: dict[str, set[str]] = {}
+    for rank, mine in enumerate(digests):
+        for path, digest in mine.items():
+            ranks.setdefault(path, []).append(rank)
+            values.setdefault(path, set()).add(digest)
+    everyone = list(range(len(digests)))
+    return {
+        "ranks": {path: held for path, held in ranks.items() if held != everyone},
+        "diverged": [path for path, found in values.items() if len(found) > 1],
+    }
+
+
+def replica_digest(leaf: Leaf) -> str:
+    """Return a digest of dtype, shape and values: all of them up to 64 KiB, else a strided sample of 4 KiB and both ends."""
+    array = leaf.array
+    if isinstance(array, np.ndarray):
+        array = torch.from_numpy(np.ascontiguousarray(array))
+    flat = array.detach().reshape(-1)
+    nbytes = prod(leaf.shape) * dtype(leaf.dtype).itemsize
+    if nbytes > _WHOLE_NBYTES:
+        count = _SAMPLE_NBYTES // dtype(leaf.dtype).itemsize
+        step = max(1, flat.numel() // count)
+        flat = torch.cat([flat[::step][:count], flat[-1:]])
+    data = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if nbytes else b""
+    return blake3(canonical.dumps([leaf.dtype, list(leaf.shape)]) + data).hexdigest(length=16)

@@ -1,0 +1,164 @@
+"""Receipts: how the writers of several ranks complete one save, over the byte store alone (FORMAT.md, section 9).
+
+A writer has no rendezvous store, and its trainer may be gone. So what each rank wrote, or failed with, and what rank 0 made of it, are
+small documents that are waited for with a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from syckpt.errors import ConflictError, NotFoundError, RankTimeout, from_wire, to_wire
+from syckpt.objects import ids
+from syckpt.objects.checks import Fields
+from syckpt.repo import documents
+from syckpt.repo.repository import Repository
+
+__all__ = ["Desk", "Receipt", "discard"]
+
+T = TypeVar("T")
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One rank's part of a save: its manifest's seal and figures."""
+
+    rank: int
+    manifest: str
+    stats: dict[str, Any]
+
+
+class Desk:
+    """The receipts of one save of a branch. `timeout_s` bounds each wait."""
+
+    def __init__(self, repository: Repository, branch: str, commit: str, *, timeout_s: float) -> None:
+        self._store = repository.store
+        self._commit = commit
+        self._prefix = f"receipts/{ids.key_component(branch)}/{commit}/"
+        self._timeout_s = timeout_s
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}r{rank:05d}.json"
+
+    def await_intent(self) -> None:
+        """Wait until rank 0 has begun the save. Raises: RankTimeout; what rank 0 failed with before."""
+
+        def begun() -> bool | None:
+            return True if self._store.size(f"intents/{self._commit}.json") is not None or self._verdict() is not None else None
+
+        self._wait(begun, lambda: f"save {self._commit}: rank(s) 0 did not begin it within {self._timeout_s:g} s")
+        verdict = self._verdict()
+        if verdict is not None and verdict["error"] is not None:
+            raise from_wire(verdict["error"])
+
+    def hand_in(self, rank: int, manifest: str | None, stats: dict[str, Any], error: BaseException | None = None) -> None:
+        """Leave a rank's receipt; with an error, its part has failed. One that is there already stays."""
+        body = {
+            "kind": "receipt",
+            "version": 1,
+            "commit": self._commit,
+            "rank": rank,
+            "manifest": manifest,
+            "stats": stats,
+            "error": None if error is None else to_wire(error),
+        }
+        try:
+            documents.write(self._store, self._key(rank), body)
+        except ConflictError:
+            return
+
+    def collect(self, ranks: Sequence[int]) -> list[Receipt]:
+        """Wait for the receipts of other ranks.
+
+        Raises: the first failure found, in its class, naming every rank that failed; RankTimeout naming those that are missing.
+        """
+        found: dict[int, Receipt] = {}
+        failed: dict[int, dict[str, str]] = {}
+
+        def look() -> bool | None:
+            for rank in ranks:
+                if rank not in found and rank not in failed and self._store.size(self._key(rank)) is not None:
+                    self._take(rank, found, failed)
+            return True if failed or len(found) == len(ranks) else None
+
+        def missing() -> str:
+            absent = ", ".join(str(rank) for rank in ranks if rank not in found)
+            return f"save {self._commit}: rank(s) {absent} did not complete their part within {self._timeout_s:g} s; the save is given up"
+
+        self._wait(look, missing)
+        if failed:
+            first = from_wire(next(iter(failed.values())))
+            causes = "; ".join(f"rank {rank}: {wire['message']}" for rank, wire in sorted(failed.items()))
+            raise type(first)(f"save {self._commit} failed on rank(s) {', '.join(map(str, sorted(failed)))}: {causes}")
+        return [found[rank] for rank in ranks]
+
+    def _take(self, rank: int, found: dict[int, Receipt], failed: dict[int, dict[str, str]]) -> None:
+        key = self._key(rank)
+        body, _ = documents.read(self._store, key, kind="receipt")
+        fields = Fields(body, where=key)
+        if body.get("error") is not None:
+            failed[rank] = {str(name): str(text) for name, text in fields.mapping("error").items()}
+        else:
+            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"))
+
+    def decide(self, seal: str | None, error: BaseException | None = None) -> None:
+        """Tell the other ranks' writers that the save is visible, or has failed."""
+        body = {
+            "kind": "verdict",
+            "version": 1,
+            "commit": self._commit,
+            "seal": seal,
+            "error": None if error is None else to_wire(error),
+        }
+        documents.write(self._store, f"{self._prefix}verdict.json", body)
+
+    def _verdict(self) -> dict[str, Any] | None:
+        key = f"{self._prefix}verdict.json"
+        if self._store.size(key) is None:
+            return None
+        try:
+            return documents.read(self._store, key, kind="verdict")[0]
+        except NotFoundError:
+            return None
+
+    def await_verdict(self, rank: int) -> str:
+        """Wait for rank 0's verdict, remove this rank's receipt, and return the commit's seal.
+
+        Raises: what the save failed with; RankTimeout.
+        """
+        # Rank 0 itself waits as long for the slowest part, and only then decides.
+        late = f"save {self._commit}: rank(s) 0 did not decide it within {2 * self._timeout_s:g} s"
+        verdict = self._wait(self._verdict, lambda: late, times=2)
+        self._store.delete(self._key(rank))
+        if verdict["error"] is not None:
+            raise from_wire(verdict["error"])
+        return str(verdict["seal"])
+
+    def clear(self, *, wait_s: float) -> None:
+        """Remove the verdict once every rank knows it; after `wait_s` it stays for recovery."""
+        deadline = time.monotonic() + wait_s
+        while any(not key.endswith("verdict.json") for key in self._store.list(self._prefix)):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LAST_PAUSE_S)
+        self._store.delete(f"{self._prefix}verdict.json")
+
+    def _wait(self, look: Callable[[], T | None], late: Callable[[], str], *, times: int = 1) -> T:
+        deadline = time.monotonic() + times * self._timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while (seen := look()) is None:
+            if time.monotonic() >= deadline:
+                raise RankTimeout(late())
+            time.sleep(pause_s)
+            pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
+        return seen
+
+
+def discard(repository: Repository, branch: str) -> None:
+    """Remove every receipt of a branch: for recovery, when no older generation can go on."""
+    for key in repository.store.list(f"receipts/{ids.key_component(branch)}/"):
+        repository.store.delete(key)
