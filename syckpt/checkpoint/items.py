@@ -12,9 +12,10 @@ from syckpt.checkpoint.loader import read
 from syckpt.checkpoint.source import Source
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
-from syckpt.objects import ids
+from syckpt.objects import ids, nodes
 from syckpt.objects.nodes import Node
 from syckpt.state import optimizer as by_parameter
+from syckpt.state.flatten import is_sharded
 
 __all__ = ["Items"]
 
@@ -36,6 +37,16 @@ def _is_named(node: Node) -> bool:
 
 def _read(source: Source, into: Mapping[str, Any]) -> dict[str, Any]:
     return read(source, into)[0]
+
+
+def _refuse_mixture(name: str, source: Source) -> None:
+    """An object's state that ranks had each for themselves means nothing on another number of ranks; plain values are taken by rank."""
+    mine = [path for path in source.per_rank if path == name or path.startswith(f"{name}/")]
+    if mine:
+        raise StateError(
+            f"item {name!r} differed between the {source.commit.world_size} ranks that saved it ({', '.join(mine[:5])}), and this job has"
+            " another number of ranks: nothing says which of them belongs here. Resume on as many ranks, or leave the item out"
+        )
 
 
 class Items:
@@ -97,6 +108,8 @@ class Items:
         Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError.
         """
         item = self._items[name]
+        if is_stateful(item):
+            _refuse_mixture(name, source)
         if isinstance(item, torch.optim.Optimizer):
             self._restore_optimizer(name, item, source)
         elif isinstance(item, torch.nn.Module):
@@ -118,8 +131,9 @@ class Items:
             self._items[name] = _read(source, {name: None})[name]
 
     def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source) -> None:
-        # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet.
-        saved = _read(source, {name: None})[name]
+        # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet. What belongs to a sharded parameter is
+        # read in its layout.
+        saved = _read(source, {name: self._sharded_state(source, name, item)})[name]
         if not _is_named(source.node(name)):
             by_parameter.load_exact(item, saved)
             return
@@ -130,6 +144,23 @@ class Items:
                 f" register the model too (registered: {', '.join(self._items)})"
             )
         by_parameter.load_exact(item, by_parameter.by_index(saved, item, names))
+
+    def _sharded_state(self, source: Source, name: str, item: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Return a template that holds, for each state tensor shaped like its sharded parameter, an empty one of the parameter's layout."""
+        params = [param for group in item.param_groups for param in group["params"]]
+        if not any(is_sharded(param) for param in params):
+            return None
+        node = source.node(name)
+        names = by_parameter.names_of(item, self._modules()) if _is_named(node) else None
+        keys = {(names[id(param)] if names else number): param for number, param in enumerate(params) if is_sharded(param)}
+        state: dict[Any, dict[str, Any]] = {}
+        for path, leaf in nodes.walk(node, (name,)):
+            if len(path) == 4 and path[1] == "state" and isinstance(leaf, dict) and "tensor" in leaf and not isinstance(path[2], dict):
+                param, stored = keys.get(path[2]), source.entries[leaf["tensor"]]
+                if param is not None and tuple(param.shape) == stored.shape:
+                    with torch.no_grad():
+                        state.setdefault(path[2], {})[str(path[3])] = torch.empty_like(param, dtype=getattr(torch, stored.dtype))
+        return {"state": state, "param_groups": None}
 
     def template(self, name: str, live: Any) -> Any:
         """Return the form in which a live optimizer state dict of the caller's is stored: by parameter name, where that is known."""

@@ -90,6 +90,7 @@ def read(
         for index, target in more:
             target.detach().copy_(tensors[index])
     report.bytes_read = source.bytes_read - before
+    report.resharded = sorted(set(source.resharded))
     moved: dict[int, torch.Tensor] = {}
 
     def tensor(index: int) -> torch.Tensor:

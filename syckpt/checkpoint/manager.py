@@ -13,7 +13,8 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -27,22 +28,23 @@ from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resume import newest_whole
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
-from syckpt.checkpoint.share import whole
+from syckpt.checkpoint.share import Facts, Sharing, whole
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.start import Arguments, Start, agree_on_start, open_for_writing
 from syckpt.dataloader.seeded import is_seeded
-from syckpt.dist import topology
-from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, StateError, SyckptError
+from syckpt.dist.coordinator import connect
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.hyperparams.fingerprint import fingerprint
 from syckpt.objects import ids, nodes
 from syckpt.objects.commit import Commit
-from syckpt.repo import history, leases
+from syckpt.repo import history
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
-from syckpt.repo.transaction import Hold, newest_readable, open_branch
+from syckpt.repo.transaction import Hold
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.state import rng as streams
-from syckpt.state.flatten import flatten
+from syckpt.state.flatten import Flat, flatten
 from syckpt.stores.base import StoreSpec, parse_root
 
 __all__ = ["CheckpointManager"]
@@ -68,6 +70,17 @@ class Config:
             raise StateError(f"compression={self.compression!r}: expected 'fast' or 'none'")
         if type(self.keyframe_every) is not int or self.keyframe_every < 1:
             raise StateError(f"keyframe_every={self.keyframe_every!r}: expected a number of commits, at least 1")
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """What a save is made of, before anything is copied."""
+
+    flat: Flat
+    rng: Any
+    facts: Facts
+    replicas: str
+    metric: float | None
 
 
 @dataclass
@@ -120,7 +133,6 @@ class CheckpointManager:
         _one_of("on_error", on_error, ("raise", "warn"))
         if keep is not None or max_to_keep is not None:
             _log.warning("retention (keep=, max_to_keep=) is not in this version of syckpt: every commit is kept")
-        _require_sole_process()
         assert root is not None
         self._config = config or Config()
         self._maximize = maximize
@@ -133,32 +145,31 @@ class CheckpointManager:
         self._items = Items()
         self._progress = Progress()
         self._hyper: HyperConfig | None = None
-        self._token = secrets.token_hex(8)
-        self._run = topology.run_id()
         self._sequence = 0
         self._closed = False
+        self._opened = False
+        self._damage: str | None = None
         self._report = self._resume_report = LoadReport()
-
-        spec = parse_root(root)
-        self._repository = Repository.open_or_create(spec)
-        self._reader = Reader(self._repository)
-        self._branch = ids.check_name(branch, what="branch") if branch is not None else self._repository.head_branch()
-        leases.await_drain(self._repository, self._branch)
-        record, _ = newest_readable(self._repository, self._branch)
-        self._tip = None if record is None else record.commit
-        self._fork: Commit | None = None
         self._resume: _Resume | None = None
         self._resumed: Commit | None = None
-        if run_mode == "append" and auto_resume:
-            self._pick(base, new_branch=record is None)
+
+        spec = parse_root(root)
+        resume = run_mode == "append" and auto_resume
+        told = Arguments(spec.path, branch, base, resume, maximize, async_save, when_busy, rng, str(save_every))
+        self._coordinator = connect(timeout_s=timeout_s)
+        self._sharing = Sharing(self._coordinator)
+        self._repository, self._start = agree_on_start(self._coordinator, spec, told)
+        self._reader = Reader(self._repository)
+        if self._start.resumed is not None:
+            self._take_over(self._repository.read_commit(self._start.resumed))
+        self._fork = self._resumed if self._start.forks else None
         self._ledger = Ledger(on_error=on_error, on_stats=self._config.on_stats, resumed=self._resumed)
         self._saver = Saver(
             self._repository,
             self._settings(spec),
-            reopen=_opener(self._repository, self._branch, self._run, self._token, self._fork),
+            reopen=_opener(self._repository, self._start, self._fork, rank=self._coordinator.rank),
             on_settled=self._ledger.settle,
         )
-        self._opened = False
         # Also run at the interpreter's exit: what was handed over becomes durable, and its failure is heard of.
         self._finalizer = weakref.finalize(self, _close_quietly, self._saver, self._ledger, os.getpid())
 
@@ -166,11 +177,13 @@ class CheckpointManager:
         idle = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - torch.get_num_threads()
         return Settings(
             spec=spec,
-            token=self._token,
+            token=self._start.token,
             compression=self._config.compression,
             keyframe_every=self._config.keyframe_every,
             threads=min(4, max(1, idle)),
             timeout_s=self._timeout_s,
+            rank=self._coordinator.rank,
+            world_size=self._coordinator.world_size,
         )
 
     # -- registering -------------------------------------------------------------------------------------------------
@@ -243,32 +256,17 @@ class CheckpointManager:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def _pick(self, base: str | None, *, new_branch: bool) -> None:
-        """Choose the commit to go on from, and take over its counters."""
-        if new_branch:
-            try:
-                commit = history.resolve(self._repository, base or "HEAD", maximize=self._maximize)
-            except NotFoundError:
-                if base is not None:
-                    raise
-                return  # An empty repository: a fresh start.
-            self._repository.check_whole(commit)
-            self._fork = commit
-        else:
-            found = newest_whole(self._repository, self._branch)
-            if found is None:
-                return
-            commit = found
-        self._take_over(commit)
-
     def _take_over(self, commit: Commit) -> None:
-        source = Source(self._reader, commit)
+        source = self._open(commit)
         self._resumed = commit
         self._resume = _Resume(source, rng_pending=self._with_rng and source.has_rng, entered=commit.entered)
         self._progress.resume(commit)
         self._report = self._resume_report = LoadReport(commit=commit.id, rng_exact=False)
         if self._with_rng and not source.has_rng:
             self._resume_report.notes.append("the commit holds no random streams: it was saved with rng=False")
+
+    def _open(self, commit: Commit) -> Source:
+        return Source(self._reader, commit, rank=self._coordinator.rank, world_size=self._coordinator.world_size)
 
     def _restore_or_fall_back(self, name: str) -> None:
         """Restore an item; where its bytes are damaged, restore everything from the next older commit instead."""
@@ -277,29 +275,38 @@ class CheckpointManager:
         try:
             self._restore_one(name)
         except IntegrityError as exc:
-            self._pass_over(resume.source.commit, exc)
+            if self._coordinator.world_size > 1:
+                # Registering is no agreement: the first call that is one finds the commit that all ranks can read.
+                _log.error("commit %s is damaged: %s", resume.source.commit.id, exc)
+                self._damage = str(exc)
+                return
+            self._pass_over(resume.source.commit, str(exc))
             self._fall_back()
 
-    def _pass_over(self, commit: Commit, damage: IntegrityError) -> None:
+    def _pass_over(self, commit: Commit, damage: str) -> None:
         _log.error("commit %s is damaged: %s", commit.id, damage)
-        self._repository.mark(commit.id, "damaged", why=str(damage))
+        self._repository.mark(commit.id, "damaged", why=damage)
 
     def _fall_back(self) -> None:
         """Go to the newest commit that is whole in its bytes too, and restore everything registered from it."""
         while True:
-            commit = newest_whole(self._repository, self._branch)
+            commit = newest_whole(self._repository, self._start.branch)
             if commit is None:
-                raise IntegrityError(f"branch {self._branch!r} has no whole commit left; `syckpt verify` says what is damaged")
-            self._take_over(commit)
-            self._ledger.resumed = commit
-            _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
+                raise IntegrityError(f"branch {self._start.branch!r} has no whole commit left; `syckpt verify` says what is damaged")
             try:
-                for name in self._items.names():
-                    if self._resume is not None and name in self._resume.source.names:
-                        self._restore_one(name)
+                self._restore_all_from(commit)
                 return
             except IntegrityError as exc:
-                self._pass_over(commit, exc)
+                self._pass_over(commit, str(exc))
+
+    def _restore_all_from(self, commit: Commit) -> None:
+        """Resume from another commit than before. Raises: IntegrityError."""
+        self._take_over(commit)
+        self._ledger.resumed = commit
+        _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
+        for name in self._items.names():
+            if self._resume is not None and name in self._resume.source.names:
+                self._restore_one(name)
 
     def _restore_one(self, name: str) -> None:
         resume = self._resume
@@ -308,6 +315,8 @@ class CheckpointManager:
             resume.deferred.append(name)
             return
         self._items.restore(name, resume.source)
+        self._resume_report.resharded = sorted(set(resume.source.resharded))
+        self._resume_report.per_rank = list(resume.source.per_rank)
         for waiting in [n for n in resume.deferred if not self._items.needs_modules(n, resume.source.node(n))]:
             resume.deferred.remove(waiting)
             self._items.restore(waiting, resume.source)
@@ -317,34 +326,65 @@ class CheckpointManager:
         if self._closed:
             raise StateError("this manager is closed; make another one")
         self._saver.require_own_process()
-        self._settle_resume()
         if self._opened:
+            self._settle_resume()
             return
+        hold = self._agree_to_begin()
         if self._resume is not None:
             unused = sorted(self._resume.source.names - set(self._items.names()))
             self._resume_report.unexpected += unused
             if unused:
                 _log.info("commit %s also has %s, which this script does not register", self._resume.source.commit.id, ", ".join(unused))
-        leases.await_holder(self._repository, self._branch, run=self._run, token=self._token)
-        hold = open_branch(self._repository, self._branch, run=self._run, expected=self._tip, start=self._fork)
         self._saver.open(hold)
         self._opened = True
 
+    def _agree_to_begin(self) -> Hold:
+        """Settle the resume on all ranks and take the branch."""
+        while True:
+            error: Exception | None = None
+            try:
+                self._settle_resume()
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
+                error = exc
+            verdict = self._coordinator.agree("the first call of a manager", {"damage": self._damage}, self._decide_to_begin, error=error)
+            if verdict["resume"] is None:
+                return Hold(**verdict["hold"])
+            self._damage = None
+            try:
+                self._restore_all_from(self._repository.read_commit(verdict["resume"]))
+            except IntegrityError as exc:
+                self._damage = str(exc)
+
+    def _decide_to_begin(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0: an older commit for all, if any rank met damage; else the branch is taken."""
+        damage = [f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]]
+        if damage and self._resumed is not None:
+            self._pass_over(self._resumed, "; ".join(damage))
+            older = newest_whole(self._repository, self._start.branch)
+            if older is None:
+                raise IntegrityError(f"branch {self._start.branch!r} has no whole commit left: {damage[0]}")
+            return {"resume": older.id}
+        hold = open_for_writing(self._repository, self._start, fork=self._fork, expected=self._start.tip)
+        return {"resume": None, "hold": asdict(hold)}
+
     def _settle_resume(self) -> None:
         """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""
-        while (resume := self._resume) is not None:
+        while (resume := self._resume) is not None and self._damage is None:
             try:
                 # `restore` names what is missing; what is put right is tried again.
                 while resume.deferred:
                     self._items.restore(resume.deferred[0], resume.source)
                     del resume.deferred[0]
-                if resume.rng_pending:
+                if resume.rng_pending and resume.source.same_size:
                     resume.source.rng()
                 return
             except IntegrityError as exc:
                 if self._opened:
                     raise
-                self._pass_over(resume.source.commit, exc)
+                if self._coordinator.world_size > 1:
+                    self._damage = str(exc)
+                    return
+                self._pass_over(resume.source.commit, str(exc))
                 self._fall_back()
 
     def restore(self) -> LoadReport:
@@ -362,11 +402,21 @@ class CheckpointManager:
     def _restore_rng(self, resume: _Resume) -> None:
         if not self._with_rng or not resume.source.has_rng:
             return
-        notes = streams.restore(resume.source.rng())
+        notes = self._set_streams(resume)
         if resume.rng_pending:
             self._resume_report.rng_exact = not notes
             self._resume_report.notes += notes
         resume.rng_pending = resume.rng_early = False
+
+    def _set_streams(self, resume: _Resume) -> list[str]:
+        """Restore the streams, or, on another number of ranks, derive new ones; return what is not as it was."""
+        source, mine = resume.source, self._coordinator
+        if source.same_size:
+            return streams.restore(source.rng())
+        streams.derive(f"{source.commit.id} rank {mine.rank} of {mine.world_size}")
+        return [
+            f"saved by {source.commit.world_size} ranks, resumed on {mine.world_size}: random streams are derived anew, one for each rank"
+        ]
 
     def _on_first_index(self) -> None:
         """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
@@ -429,7 +479,7 @@ class CheckpointManager:
     @property
     def branch(self) -> str:
         """The branch that this manager writes."""
-        return self._branch
+        return self._start.branch
 
     def loop(self, epochs: int | None = None) -> Iterator[int]:
         """Yield the epochs still to do, up to `epochs` in all (None: without end); one that was cut off is entered again."""
@@ -530,56 +580,60 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._saver.pump()
-        self._ledger.raise_failure()
         self._begin()
-        self._check_names(checkpoint_id, tags)
-        if self._saver.busy() and self._when_busy != "wait":
-            if self._when_busy == "raise":
-                raise ConflictError(f"saves {', '.join(p.id for p in self._saver.pending)} are still being written (when_busy='raise')")
+        if isinstance(tags, str):
+            raise StateError(f"tags={tags!r}: expected a sequence of names, such as ({tags!r},)")
+        capture, error = self._capture(payload, metric)
+        mine = {
+            "step": self.step,
+            "busy": self._saver.busy(),
+            "schema": capture.facts.schema if capture else "",
+            "replicas": capture.replicas if capture else "",
+            "names": [checkpoint_id, *tags],
+            "config": self.config.hash(),
+        }
+        decide = partial(self._decide_save, name=checkpoint_id, tags=tags)
+        verdict = self._coordinator.agree("save()", mine, decide, error=error, at=f"step {self.step}")
+        assert capture is not None
+        if verdict["skip"]:
             _log.warning("a save at step %d was skipped: two are still being written (when_busy='skip')", self.step)
             return None
-        score = self._progress.metric if metric is None else _score(metric)
-        values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
-        # In order of names, whatever the order of registration: the same state, the same manifest.
-        values = dict(sorted(values.items()))
-        flat = flatten({**values, _RNG: self._rng_now()} if self._with_rng else values)
-        rng = flat.nodes.pop(_RNG, None)
+        several = self._coordinator.world_size > 1
+        same = {"same_schema": verdict["same_schema"], "same_replicas": verdict["same_replicas"]}
+        parts = (
+            self._sharing.share(capture.flat, capture.facts, own=_RNG, **same, at=f"step {self.step}") if several else whole(capture.flat)
+        )
         done = self._progress.epoch_done(self._items.sampler, epoch_end)
         config = self.config
         config.freeze()
-        mark = fingerprint(config)
         meta = {
             "step": self.step,
             "epoch": self.epoch,
             "batch_idx": self.batch_idx,
             "epoch_done": done,
             "entered": self._progress.entered and epoch_end is not True,
-            "metric": nodes.encode(score if metric is not None else None),
+            "metric": nodes.encode(capture.metric if metric is not None else None),
             "message": str(message),
             "tags": list(tags),
             "name": checkpoint_id,
             "config": nodes.encode(config.to_dict()),
-            "fingerprint": mark,
+            "fingerprint": verdict["id"][:8],
             "rng_exact": self._resume is None or self._resume.rng_pending or self._resume_report.rng_exact,
             "sequence": self._sequence,
             "created_ns": str(time.time_ns()),
             "writer": f"syckpt {__version__}",
         }
-        hold = self._saver.hold
-        assert hold is not None
-        commit = ids.new_commit_id(
-            fingerprint=mark,
-            repository=self._repository.id,
-            run=self._run,
-            generation=hold.generation,
-            sequence=self._sequence,
-            nonce=secrets.token_bytes(16),
-        )
         pending = self._saver.submit(
-            commit, whole(flat), items=flat.nodes, rng=rng, after=lambda: self._ledger.newest, meta=meta, started=started
+            verdict["id"],
+            parts,
+            items=capture.flat.nodes,
+            rng=capture.rng,
+            after=lambda: self._ledger.newest,
+            meta=meta,
+            started=started,
         )
         self._sequence += 1
-        self._progress.saved(done=done, metric=score)
+        self._progress.saved(done=done, metric=capture.metric)
         self._ledger.announce(pending, name=checkpoint_id, tags=tags)
         if wait or not self._async_save:
             try:
@@ -589,14 +643,61 @@ class CheckpointManager:
                 raise
         return pending
 
+    def _capture(self, payload: Mapping[str, Any] | None, metric: Any) -> tuple[_Capture | None, Exception | None]:
+        """Return what this rank has to save, or what keeps it from it: the other ranks must hear of that."""
+        try:
+            self._ledger.raise_failure()
+            score = self._progress.metric if metric is None else _score(metric)
+            values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
+            # In order of names, whatever the order of registration: the same state, the same manifest.
+            values = dict(sorted(values.items()))
+            flat = flatten({**values, _RNG: self._rng_now()} if self._with_rng else values)
+            rng = flat.nodes.pop(_RNG, None)
+            if self._coordinator.world_size == 1:
+                return _Capture(flat, rng, Facts([], [], ""), "", score), None
+            facts = self._sharing.facts(flat, _RNG)
+            return _Capture(flat, rng, facts, self._sharing.replicas(flat, facts, _RNG), score), None
+        except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
+            return None, exc
+
+    def _decide_save(self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str]) -> dict[str, Any]:
+        """Rank 0: whether all ranks save the same thing, and under which id."""
+        for field_name in ("step", "names", "config"):
+            if len({str(value[field_name]) for value in values}) > 1:
+                found = ", ".join(f"rank {rank}: {value[field_name]}" for rank, value in enumerate(values))
+                raise CoordinationError(f"ranks save with different {field_name} ({found}): all ranks have to make the same calls")
+        busy = [rank for rank, value in enumerate(values) if value["busy"]]
+        if busy and self._when_busy == "raise":
+            raise ConflictError(
+                f"saves {', '.join(p.id for p in self._saver.pending)} are still being written on rank(s) {', '.join(map(str, busy))}"
+                " (when_busy='raise')"
+            )
+        self._check_names(name, tags)
+        hold = self._saver.hold
+        assert hold is not None
+        commit = ids.new_commit_id(
+            fingerprint=fingerprint(self.config),
+            repository=self._repository.id,
+            run=self._start.run,
+            generation=hold.generation,
+            sequence=self._sequence,
+            nonce=secrets.token_bytes(16),
+        )
+        return {
+            "id": commit,
+            "skip": bool(busy) and self._when_busy == "skip",
+            "same_schema": len({value["schema"] for value in values}) == 1,
+            "same_replicas": len({value["replicas"] for value in values}) == 1,
+        }
+
     def _rng_now(self) -> dict[str, Any]:
         """Return the streams as a resume from here has to find them: while they wait to be restored, those of the resumed commit."""
         resume = self._resume
-        return resume.source.rng() if resume is not None and resume.rng_pending else streams.capture()
+        if resume is not None and resume.rng_pending and resume.source.same_size:
+            return resume.source.rng()  # type: ignore[no-any-return]
+        return streams.capture()
 
     def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
-        if isinstance(tags, str):
-            raise StateError(f"tags={tags!r}: expected a sequence of names, such as ({tags!r},)")
         taken = [("names", name, "commit")] if name is not None else []
         for kind, ref, what in taken + [("tags", tag, "tag") for tag in tags]:
             ids.check_name(ref, what=what)
@@ -685,30 +786,38 @@ class CheckpointManager:
         Waits for this manager's own saves first. Random streams and counters are left alone.
         """
         self.wait()
-        commit = history.resolve(self._repository, rev, branch=self._branch, maximize=self._maximize)
-        source = Source(self._reader, commit)
+        source = self._open(self._resolve(rev))
         targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
         values, self._report = loading.read(
             source, targets, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run
         )
         return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
 
+    def _resolve(self, rev: str) -> Commit:
+        """Return the commit that a revision names, the same on all ranks."""
+
+        def decide(_: object) -> dict[str, Any]:
+            return {"id": history.resolve(self._repository, rev, branch=self._start.branch, maximize=self._maximize).id}
+
+        return self._repository.read_commit(self._coordinator.agree("load()", {}, decide, at=rev)["id"])
+
     def log(self, n: int | None = None) -> list[Commit]:
         """Return up to `n` commits of this branch, newest first, after waiting for this manager's own."""
         self.wait()
-        return history.log(self._repository, count=n, branch=self._branch)
+        return history.log(self._repository, count=n, branch=self._start.branch)
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
         """Read and check every byte of a commit, after waiting for this manager's own saves."""
         self.wait()
-        commit = history.resolve(self._repository, rev, branch=self._branch, maximize=self._maximize)
+        commit = history.resolve(self._repository, rev, branch=self._start.branch, maximize=self._maximize)
         return verify(self._repository, commit.id)
 
 
-def _opener(repository: Repository, branch: str, run: str, token: str, fork: Commit | None) -> Callable[[str | None], Hold]:
-    def reopen(expected: str | None) -> Hold:
-        leases.await_holder(repository, branch, run=run, token=token)
-        return open_branch(repository, branch, run=run, expected=expected, start=fork)
+def _opener(repository: Repository, start: Start, fork: Commit | None, *, rank: int) -> Callable[[Hold, str | None], Hold]:
+    """Return how a branch is opened anew when a writer died: only rank 0's writer publishes, so only it has to be fenced."""
+
+    def reopen(hold: Hold, tip: str | None) -> Hold:
+        return open_for_writing(repository, start, fork=fork, expected=tip) if rank == 0 else replace(hold, tip=tip)
 
     return reopen
 
@@ -762,15 +871,3 @@ def _refuse_unfinished(*, root: object, run_mode: str, coordinator: object, sign
     for name, value in (("coordinator", coordinator), ("signer", signer), ("trusted_keys", trusted_keys)):
         if value is not None:
             raise StateError(f"{name}= is not in this version of syckpt; leave it out")
-
-
-def _require_sole_process() -> None:
-    distributed = torch.distributed
-    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    if ranks == 1 and topology.world_size() > 1:
-        raise CoordinationError(
-            f"WORLD_SIZE is {topology.world_size()} but there is no process group: call torch.distributed.init_process_group() before"
-            " CheckpointManager"
-        )
-    if ranks > 1:
-        raise CoordinationError(f"{ranks} ranks: saving from several ranks is not in this version of syckpt")

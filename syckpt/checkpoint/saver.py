@@ -141,7 +141,7 @@ class _Process:
 class Saver:
     """Hands saves to the writer and keeps account of them. One branch at a time; safe to use from several threads.
 
-    `reopen(expected_tip)` opens the branch anew, after a writer died. `on_settled(pending, commit, error)` is told of each save once.
+    `reopen(hold, tip)` opens the branch anew, after a writer died. `on_settled(pending, commit, error)` is told of each save once.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Saver:
         repository: Repository,
         settings: Settings,
         *,
-        reopen: Callable[[str | None], Hold],
+        reopen: Callable[[Hold, str | None], Hold],
         on_settled: Callable[[PendingCommit, Commit | None, SyckptError | None], None],
     ) -> None:
         self._repository = repository
@@ -382,7 +382,7 @@ class Saver:
         if self._process is None:
             assert self._hold is not None
             head, _ = newest_readable(self._repository, self._hold.branch)
-            self._hold = self._reopen(head.commit if head else None)
+            self._hold = self._reopen(self._hold, head.commit if head else None)
             self._start()
 
     def _start(self) -> None:

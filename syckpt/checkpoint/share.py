@@ -8,6 +8,7 @@ by each.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,22 +30,15 @@ from syckpt.reshard.tensors import layout_of, local_boxes
 from syckpt.state.flatten import Flat, Leaf
 from syckpt.state.staging import Part
 
-__all__ = ["Share", "Sharing"]
+__all__ = ["Facts", "Sharing", "whole"]
 
+_log = logging.getLogger("syckpt")
 _WHOLE_NBYTES = 64 << 10
 _SAMPLE_NBYTES = 4 << 10
 
 
 @dataclass(frozen=True)
-class Share:
-    """What this rank stores of a flattened state: parts, the first ones aligned with its leaves, and the paths found to differ."""
-
-    parts: list[Part]
-    diverged: list[str]
-
-
-@dataclass(frozen=True)
-class _Facts:
+class Facts:
     """One rank's structure: each leaf's path text and layout, and digests that are compared with the other ranks'."""
 
     paths: list[str]
@@ -60,7 +54,7 @@ class Sharing:
         self._schema = ""
         self._owners: dict[tuple[str, Box], int] = {}
 
-    def facts(self, flat: Flat, own: str) -> _Facts:
+    def facts(self, flat: Flat, own: str) -> Facts:
         """Return this rank's structure. Leaves of the item `own` are never shared. Raises: StateError (a layout that cannot be stored)."""
         paths = [format_path(leaf.path) for leaf in flat.leaves]
         layouts = [None if leaf.path[0] == own else _layout(leaf, path) for leaf, path in zip(flat.leaves, paths, strict=True)]
@@ -69,10 +63,18 @@ class Sharing:
             for path, leaf, layout in zip(paths, flat.leaves, layouts, strict=True)
             if leaf.path[0] != own
         ]
-        return _Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest())
+        return Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest())
 
-    def share(self, flat: Flat, facts: _Facts, *, own: str, same_schema: bool, same_replicas: bool, at: str) -> Share:
-        """Return this rank's parts. Collective when ranks differ: then one more agreement tells where. Raises: as `Coordinator.agree`."""
+    def replicas(self, flat: Flat, facts: Facts, own: str) -> str:
+        """Return one digest of all tensors that should be the same on all ranks."""
+        plain = [leaf for leaf, layout in zip(flat.leaves, facts.layouts, strict=True) if layout is None and leaf.path[0] != own]
+        return blake3("".join(map(replica_digest, plain)).encode()).hexdigest(length=16)
+
+    def share(self, flat: Flat, facts: Facts, *, own: str, same_schema: bool, same_replicas: bool, at: str) -> list[Part]:
+        """Return this rank's parts, the first ones aligned with the leaves.
+
+        Collective when ranks differ: then one more agreement tells where. Raises: as `Coordinator.agree`.
+        """
         candidates: Mapping[str, Sequence[int]] = {}
         diverged: set[str] = set()
         everyone = range(self._coordinator.world_size)
@@ -100,9 +102,11 @@ class Sharing:
             parts = [Part(leaf.path, leaf.dtype, leaf.shape, None if layout is None else box, view) for box, view in mine]
             first.append(parts[0] if parts else Part(leaf.path, leaf.dtype, leaf.shape, None, None))
             further += parts[1:]
-        return Share(first + further, sorted(diverged))
+        if diverged and self._coordinator.rank == 0:
+            _log.warning("%d tensors differ between ranks and are kept by each: %s", len(diverged), ", ".join(sorted(diverged)[:5]))
+        return first + further
 
-    def _balance(self, flat: Flat, facts: _Facts, own: str) -> dict[tuple[str, Box], int]:
+    def _balance(self, flat: Flat, facts: Facts, own: str) -> dict[tuple[str, Box], int]:
         everyone = tuple(range(self._coordinator.world_size))
         pieces = []
         for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):

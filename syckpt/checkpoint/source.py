@@ -66,6 +66,8 @@ class Source:
         self._rng = {number: renumber(snapshot.manifest.rng, numbers[number]) for number, snapshot in snapshots.items()}
         self._items, self.per_rank = self._structure(snapshots, numbers, choose=None if world_size is None else rank % len(snapshots))
         self._streams: Any = None
+        self.resharded: list[str] = []
+        """Paths whose stored boxes were not the reader's."""
 
     def _collect(self, snapshots: Mapping[int, Snapshot]) -> dict[int, dict[int, int]]:
         """Gather the tensors of all ranks; return, for each rank, which of them its entries are."""
@@ -175,8 +177,10 @@ class Source:
             _, entry, place = stored.pieces[0]
             return self._reader.tasks(entry, place, _memory(targets[0][1]))
         itemsize = dtype(stored.dtype).itemsize
-        arrays = [_bits(tensor, itemsize) for _, tensor in targets]
         path = nodes.format_path(stored.path)
+        if [box for box, _, _ in stored.pieces] != [box for box, _ in targets]:
+            self.resharded.append(path)
+        arrays = [_bits(tensor, itemsize) for _, tensor in targets]
         regions = plan([box for box, _, _ in stored.pieces], [box for box, _ in targets], path=path, reader=self._rank)
         by_piece: dict[int, list[Region]] = {}
         for region in regions:

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -45,7 +46,7 @@ _INLINE_NBYTES = 64 << 10
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.1
 # How much longer than rank 0 the others wait, so that its verdict about who is missing reaches them.
 _GRACE_S = 2.0
-# A store that has not answered one request for so long is taken for stopped, once the deadline is over. It may be silent for 5 s (see _Line).
+# A store that has not answered one request for so long is taken for stopped, once the deadline is over. Five seconds may be (see _Line).
 _SILENCE_S = 6.0
 _TICK_S = 0.25
 _LONGEST_TEXT = 10_000
@@ -82,6 +83,12 @@ class Coordinator(Protocol):
         """Return when every rank has come. Raises: as `agree`."""
         self.agree(topic, {}, lambda _: {}, error=error, at=at, timeout_s=timeout_s)
 
+    def close(self) -> None:
+        """Let rank 0, whose end may be that of the rendezvous store, wait a moment until the others have read its last verdict.
+
+        For the end of a job, on any rank; not collective, and no error if they have not.
+        """
+
 
 class SingleProcess(Coordinator):
     """The only rank there is."""
@@ -96,6 +103,9 @@ class SingleProcess(Coordinator):
         if error is not None:
             raise error
         return _decode(_encode(decide([_decode(_encode(mine))])))
+
+    def close(self) -> None:
+        pass
 
 
 class StoreCoordinator(Coordinator):
@@ -147,6 +157,18 @@ class StoreCoordinator(Coordinator):
         finally:
             self._turn.release()
 
+    def close(self) -> None:
+        if self.rank == 0:
+            deadline = time.monotonic() + _GRACE_S
+            with suppress(CoordinationError):
+                self._line.call(partial(self._await_readers, self.agreements - 1, deadline), "close", deadline)
+
+    def _await_readers(self, number: int, deadline: float) -> None:
+        since = time.monotonic()
+        for key in [f"{self._prefix}/{number}/{rank}" for rank in self._reached]:
+            while self._line.has([key]) and time.monotonic() < deadline:
+                self._line.pause(since)
+
     def _lead(self, number: int, call: str, mine: str, decide: Decide, limit_s: float) -> Value:
         deadline = time.monotonic() + limit_s
         gathered, verdict = self._line.call(partial(self._gather, number, deadline), call, deadline)
@@ -168,6 +190,7 @@ class StoreCoordinator(Coordinator):
         since = time.monotonic()
         while not self._line.has(list(keys.values())):
             if self._line.has([self._register(number)]):
+                self._settled[number] = [self._register(number)]
                 return {}, _decode(self._line.read([self._register(number)])[0])
             if time.monotonic() >= deadline:
                 keys = {rank: key for rank, key in keys.items() if self._line.has([key])}
@@ -220,8 +243,10 @@ class StoreCoordinator(Coordinator):
             self._line.pause(since)
         verdict = _decode(self._line.read([register])[0])
         if verdict["by"] == 0:
-            # Rank 0 has finished reading; after anybody else's verdict it might just be about to.
-            self._line.delete(self._brought)
+            # Rank 0 has finished reading; after anybody else's verdict it might just be about to. The first key goes last, as the sign
+            # that this rank has read its verdict; then rank 0 may end, and the rendezvous store with it.
+            with suppress(RankFailure):
+                self._line.delete(self._brought[::-1])
             self._brought = []
         return verdict
 
@@ -242,10 +267,10 @@ class StoreCoordinator(Coordinator):
 
     def _told(self, call: str, exc: BaseException) -> Value:
         """Return the verdict about an exception of this rank in the agreement itself."""
-        text = f"{exc}"[:_LONGEST_TEXT]
         if isinstance(exc, SyckptError):
+            text = str(exc)[:_LONGEST_TEXT]
             return self._failure(from_wire({**to_wire(exc), "message": f"{text} [found by rank(s) {self.rank} in {call}]"}))
-        return self._failure(RankFailure(f"rank(s) {self.rank} failed in {call}: {type(exc).__name__}: {text}"))
+        return self._failure(RankFailure(f"rank(s) {self.rank} failed in {call}: {_said(exc)}"))
 
     def _outcome(self, call: str, verdict: Value) -> Value:
         if "failed" not in verdict:
@@ -319,9 +344,8 @@ def _join(line: _Line, rank: int, timeout_s: float, deadline: float) -> str:
     session, said = "", list[str]()
     since = time.monotonic()
     while time.monotonic() < deadline:
-        if line.has([_OFFER]) and (offer := line.read([_OFFER])[0]) != session:
-            session = offer
-            said += line.put(f"syckpt/{session}/hello/{rank}", nonce)
+        offer = line.read([_OFFER])[0] if line.has([_OFFER]) else ""
+        # Before a newer offer is answered: rank 0 may have welcomed this rank and gone on to its next coordinator since the last look.
         if session and line.has([f"syckpt/{session}/welcome"]):
             welcome = _decode(line.read([f"syckpt/{session}/welcome"])[0])
             if welcome["nonces"].get(str(rank)) == nonce:
@@ -329,6 +353,9 @@ def _join(line: _Line, rank: int, timeout_s: float, deadline: float) -> str:
                 if welcome["failed"]:
                     raise RankTimeout(welcome["failed"])
                 return session
+        if offer != session:
+            session = offer
+            said += line.put(f"syckpt/{session}/hello/{rank}", nonce)
         line.pause(since)
     raise RankTimeout(f"rank(s) 0 did not come to make its coordinator within {timeout_s:g} s. {_SAME_CALLS}")
 
@@ -486,7 +513,11 @@ def _decode(text: str) -> Value:
 def _wire(error: BaseException) -> dict[str, str]:
     """Describe what a rank brings instead of a value; an error that is not syckpt's becomes a RankFailure elsewhere."""
     kind = to_wire(error)["class"] if isinstance(error, SyckptError) else RankFailure.__name__
-    return {"class": kind, "message": f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]}
+    return {"class": kind, "message": _said(error)}
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_TEXT]
 
 
 def _listed(ranks: Any) -> str:

@@ -78,9 +78,7 @@ def test_every_one_of_twenty_commits_is_restored_bit_for_bit(history):
 def test_every_commit_is_restored_in_place_bit_for_bit(history):
     root, saved = history
     for commit, expected in saved[-3:]:
-        target = {
-            key: torch.zeros(len(raw), dtype=torch.uint8).view(dtype).view(shape) for key, (dtype, shape, raw) in expected.items()
-        }
+        target = {key: torch.zeros(len(raw), dtype=torch.uint8).view(dtype).view(shape) for key, (dtype, shape, raw) in expected.items()}
         loaded = syckpt.load(root, commit, into={"state": target})["state"]
         for key, (_, _, raw) in expected.items():
             assert loaded[key] is target[key]

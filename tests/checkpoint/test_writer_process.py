@@ -35,7 +35,7 @@ from syckpt.testing.scenes import leftovers
 # From Python 3.12 on, forking in a process with threads (pytest-xdist has some) warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -825,13 +825,24 @@ def stopping(root: Path, at: int) -> StoreSpec:
     return faulty(root / ".syckpt", FaultPlan(stop_at=at, action="stop", only="link", spare=os.getpid()))
 
 
-def await_stop(pid: int) -> None:
-    """Wait until a child is stopped."""
-    assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT) is not None
+@pytest.fixture
+def await_stop() -> Iterator[Callable[[int], None]]:
+    """Wait until a child is stopped; it is continued at the latest when the test ends, however it does."""
+    stopped = []
+
+    def wait(pid: int) -> None:
+        assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT) is not None
+        stopped.append(os.pidfd_open(pid))
+
+    yield wait
+    for pidfd in stopped:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+        os.close(pidfd)
 
 
 def test_a_writer_that_was_stopped_anywhere_in_a_save_cannot_move_the_branch_of_a_newer_incarnation(
-    tmp_path: Path, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch, await_stop: Callable[[int], None]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the-run")
     # A save creates its intent, the blob, the manifest, the locations, the commit, and at last the record of the branch.

@@ -66,6 +66,22 @@ def two_coordinators_side_by_side(coordinator: Coordinator) -> Any:
     return [each["of"] for each in told]
 
 
+def many_coordinators_in_a_row(coordinator: Coordinator) -> Any:
+    sessions = [made._prefix for made in (connect(timeout_s=60) for _ in range(20)) if isinstance(made, StoreCoordinator)]
+    found = coordinator.agree("sessions", {"of": sessions}, collect)["all"]
+    return [len(set(sessions)), all(each["of"] == sessions for each in found)]
+
+
+def a_rank_that_makes_its_coordinator_too_late(coordinator: Coordinator) -> Any:
+    if coordinator.rank == 3:
+        keys().wait([f"given up/{rank}" for rank in range(3)])
+        told = None
+    else:
+        told = outcome(lambda: connect(timeout_s=SHORT_S))
+        keys().set(f"given up/{coordinator.rank}", "")
+    return [told, values_in_rank_order(connect(timeout_s=60))]
+
+
 def keys_of_an_earlier_incarnation_are_not_believed(coordinator: Coordinator) -> Any:
     earlier = keys().get("syckpt/offer").decode()
     if coordinator.rank == 0:
@@ -143,6 +159,19 @@ def the_stopped_host_of_the_rendezvous_store(coordinator: Coordinator) -> Any:
     return found
 
 
+def the_host_of_the_rendezvous_store_may_end_when_it_has_closed(coordinator: Coordinator) -> Any:
+    rank = coordinator.rank
+    host = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False) if rank == 0 else None
+    port = coordinator.broadcast("port", {"port": host.port if host else 0})["port"]
+    store = host or dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    hosted = StoreCoordinator(store, rank=rank, world_size=coordinator.world_size, session="hosted", timeout_s=60)
+    found = values_in_rank_order(hosted)
+    hosted.close()
+    left = rank != 0 or not any(store.check([f"{hosted._prefix}/0/{other}"]) for other in (1, 2, 3))
+    coordinator.barrier("end")
+    return [found, left]
+
+
 def ctrl_c_gets_through(coordinator: Coordinator) -> Any:
     pid = pids(coordinator)[3]
     if coordinator.rank == 0:
@@ -163,11 +192,14 @@ SCENARIOS = [
     a_save_costs_one_agreement_of_two_rounds,
     two_coordinators_side_by_side,
     keys_of_an_earlier_incarnation_are_not_believed,
+    many_coordinators_in_a_row,
+    a_rank_that_makes_its_coordinator_too_late,
     a_large_value,
     while_a_collective_of_the_training_is_under_way,
     a_rank_that_was_stopped_before_it_came,
     a_rank_that_was_stopped_while_it_waited,
     the_stopped_host_of_the_rendezvous_store,
+    the_host_of_the_rendezvous_store_may_end_when_it_has_closed,
     ctrl_c_gets_through,
 ]
 
