@@ -727,6 +727,7 @@ class CheckpointManager:
             self._saver.close()
         finally:
             self._finalizer.detach()
+            self._coordinator.close()
         self._ledger.raise_failure()
 
     def __enter__(self) -> CheckpointManager:
