@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,7 +64,6 @@ def main() -> None:
     parser.add_argument("--commit-first", action="store_true", help="commit what was resumed before the first step too, to compare")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="every rank SIGKILLs itself right after that step")
     args = parser.parse_args()
-
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -78,10 +76,9 @@ def main() -> None:
     sampler = StatefulDistributedSampler(dataset, batch_size=GLOBAL_BATCH // ranks)
     loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // ranks, sampler=sampler)
     torch.manual_seed(0)  # every rank begins with the same parameters, of which it then keeps its part
-    model, mesh = GPT().to(device), init_device_mesh(device.type, (ranks,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = GPT().to(device)
+    for module in (*model.blocks, model):
+        fully_shard(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + rank)  # and has dropout masks of its own
 
@@ -110,9 +107,11 @@ def main() -> None:
                 if ckpt.step == args.kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            ckpt.save(metric=loss.item(), message=f"epoch-{epoch}")
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            ckpt.save(metric=mean.item(), message=f"epoch-{epoch}")
             if rank == 0:
-                print(f"Epoch {epoch} | Loss: {loss.item():.4f} | Hash: {ckpt.hash}", flush=True)
+                print(f"Epoch {epoch} | Loss: {mean.item():.4f} | Hash: {ckpt.hash}", flush=True)
     dist.destroy_process_group()
 
 

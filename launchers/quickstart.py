@@ -1,12 +1,13 @@
-"""Runs examples/01_quickstart.py twice, once undisturbed and once killed three times, and proves the losses equal.
+"""Kills a job of four ranks in the middle of an epoch, goes on with two, and proves from the disk that nothing was lost.
 
+With --single instead: kills a training of one process three times, and proves its losses equal to those of a run never killed.
 Exits with 1 if a proof fails. Started by ./launchers/quickstart, which makes the environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import re
 import signal
 import subprocess
@@ -14,40 +15,79 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
+from proofs import PROOFS, SYCKPT, TIMEOUT_S, ProofFailed, check, cli, stored
+
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "examples" / "01_quickstart.py"
-SYCKPT = Path(sys.executable).parent / "syckpt"
-# Mid-epoch in epochs 0, 1 and 2 of 42 steps, saves every 10: the second dies right after save() returned, with the save under way.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# The job of several ranks makes 41 steps and saves every 8, so it dies two steps behind a save.
+RANKS, RANKS_AFTER, KILL_AT = 4, 2, 26
+
+# The single process, mid-epoch in epochs 0, 1 and 2 of 42 steps, saves every 10: the second time it dies right after save() returned,
+# with the save under way.
 KILLS = (27, 70, 118)
 STEPS = 126
-TIMEOUT_S = 300
 
 
-class ProofFailed(Exception):
-    """Something that the quickstart claims did not hold."""
-
-
-def check(holds: bool, claim: str) -> None:
-    if not holds:
-        raise ProofFailed(claim)
-
-
-def train(folder: Path, losses: Path, *, kill_at: int | None = None) -> str:
-    """Run the example in a process of its own and return what it printed."""
-    command = [sys.executable, str(EXAMPLE), "--dir", str(folder), "--losses", str(losses)]
-    if kill_at is not None:
-        command += ["--kill-at", str(kill_at)]
+def run(command: Sequence[str | Path], output: Path) -> tuple[int, str]:
+    """Run a training with its standard error in a file; print and return what it printed, with its status before it."""
     started = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
-    for line in done.stdout.splitlines():
+    with output.open("a") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT)
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        except BaseException:
+            process.terminate()  # torchrun ends its ranks then.
+            raise
+    for line in printed.splitlines():
         print(f"    {line}")
-    ended = "SIGKILL" if done.returncode == -signal.SIGKILL else f"exit {done.returncode}"
+    ended = "SIGKILL" if process.returncode == -signal.SIGKILL else f"exit {process.returncode}"
     print(f"    {ended} after {time.monotonic() - started:.1f} s", flush=True)
-    expected = 0 if kill_at is None else -signal.SIGKILL
-    check(done.returncode == expected, f"the training should have ended with status {expected}, not {done.returncode}")
-    return done.stdout
+    return process.returncode, printed
+
+
+def resumed_from(printed: str) -> tuple[str, int] | None:
+    found = re.search(r"^resumed from (\S+) at step (\d+)", printed, re.MULTILINE)
+    return (found[1], int(found[2])) if found else None
+
+
+def show_log(folder: Path) -> None:
+    print("\n$ syckpt log --graph", flush=True)
+    subprocess.run([SYCKPT, "-C", folder, "log", "--graph"], check=True)
+    print()
+
+
+def prove_ranks(folder: Path) -> None:
+    """The main job: four ranks, killed, and two that go on."""
+    errors = folder / "torchrun.log"
+    (folder / "samples").mkdir()
+
+    def torchrun(ranks: int, *options: str) -> tuple[int, str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+        job = [ROOT / "examples" / "02_fsdp2.py", "--dir", folder, "--samples", folder / "samples"]
+        return run([*launcher, *job, *options], errors)
+
+    print(f"FSDP2 on {RANKS} ranks, all killed (SIGKILL) after step {KILL_AT} of 41", flush=True)
+    status, _ = torchrun(RANKS, "--kill-at", str(KILL_AT))
+    text = errors.read_text()
+    check(status != 0 and "SIGKILL" in text, f"the job should have ended by SIGKILL, not with status {status}:\n{text[-4000:]}")
+
+    print(f"    (its ranks are dead: so it should)\nthe same on {RANKS_AFTER} ranks", flush=True)
+    status, printed = torchrun(RANKS_AFTER, "--commit-first")
+    check(status == 0, f"the job should have ended with status 0, not {status}:\n{errors.read_text()[-4000:]}")
+    check(resumed_from(printed) is not None, "the job should have resumed, not started again")
+
+    print("\nproofs, each by a process that reads the repository only", flush=True)
+    for proof in PROOFS:
+        command = [sys.executable, ROOT / "launchers" / "proofs.py", folder, proof]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        check(done.returncode == 0, done.stderr.strip())
+        for line in done.stdout.splitlines():
+            print(f"    {line}", flush=True)
+    show_log(folder)
 
 
 def read_losses(path: Path) -> dict[int, list[str]]:
@@ -57,12 +97,6 @@ def read_losses(path: Path) -> dict[int, list[str]]:
         step, loss = line.split()
         steps[int(step)].append(loss)
     return dict(steps)
-
-
-def syckpt(folder: Path, *arguments: str) -> str:
-    done = subprocess.run([SYCKPT, "-C", folder, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    check(done.returncode == 0, f"`syckpt {' '.join(arguments)}` ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def compare(reference: dict[int, list[str]], killed: dict[int, list[str]]) -> int:
@@ -75,55 +109,56 @@ def compare(reference: dict[int, list[str]], killed: dict[int, list[str]]) -> in
     return sum(len(losses) - 1 for losses in killed.values())
 
 
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB"
+def prove_single(folder: Path) -> None:
+    """One process: three deaths change no loss."""
+    errors = folder / "train.log"
 
+    def train(name: str, *options: str) -> tuple[int, str]:
+        job = [sys.executable, ROOT / "examples" / "01_quickstart.py", "--dir", folder / name, "--losses", folder / f"{name}.losses"]
+        return run([*job, *options], errors)
 
-def describe_storage(folder: Path) -> str:
-    commits = json.loads(syckpt(folder, "log", "--json"))
-    stored = sum(path.stat().st_size for path in (folder / ".syckpt").rglob("*") if path.is_file())
-    copies = [(commit.get("stats") or {}).get("staged_bytes") for commit in commits]
-    text = f"{len(commits)} commits in {megabytes(stored)} of disk"
-    if copies and all(copies):
-        full = sum(copies)
-        text += f"; {len(commits)} full copies would be {megabytes(full)} ({full / stored:.2f} times as much)"
-    return text
+    def finish(name: str) -> str:
+        status, printed = train(name)
+        check(status == 0, f"the training should have ended with status 0, not {status}:\n{errors.read_text()[-4000:]}")
+        return printed
 
-
-def prove(folder: Path) -> None:
     print("a run never killed", flush=True)
-    train(folder / "reference", folder / "reference.losses")
+    finish("reference")
 
     print("the same, killed three times in the middle of an epoch", flush=True)
-    resumed = []
-    for i, kill_at in enumerate((*KILLS, None)):
-        output = train(folder / "killed", folder / "killed.losses", kill_at=kill_at)
-        found = re.search(r"^resumed from (\S+) at step (\d+)$", output, re.MULTILINE)
-        if i == 0:
+    lines = []
+    for kill_at, after in zip((None, *KILLS), (*KILLS, None), strict=True):
+        if after is None:
+            printed = finish("killed")
+        else:
+            status, printed = train("killed", "--kill-at", str(after))
+            check(status == -signal.SIGKILL, f"the training should have been killed, but ended with status {status}")
+        found = resumed_from(printed)
+        if kill_at is None:
             check(found is None, "the first process should have had nothing to resume from")
             continue
-        check(found is not None, f"after the kill at step {KILLS[i - 1]} the training should have resumed, not started again")
+        check(found is not None, f"after the kill at step {kill_at} the training should have resumed, not started again")
         assert found is not None
-        commit, step = found[1], int(found[2])
-        check(0 < step <= KILLS[i - 1], f"resumed at step {step}, but was killed at {KILLS[i - 1]}")
-        resumed.append(f"killed after step {KILLS[i - 1]:3}, resumed from {commit} at step {step}")
+        check(0 < found[1] <= kill_at, f"resumed at step {found[1]}, but was killed at {kill_at}")
+        lines.append(f"killed after step {kill_at:3}, resumed at {found[1]:3} from {found[0]}")
 
     repeated = compare(read_losses(folder / "reference.losses"), read_losses(folder / "killed.losses"))
-    verified = syckpt(folder / "killed", "verify").strip()
-
+    verified = cli(folder / "killed", "verify").strip()
     print("\nproofs")
-    print(f"    losses   {STEPS} of {STEPS} equal (==, bit for bit); {repeated} of the steps were made again after a kill, equal too")
-    for line in resumed:
+    print(f"    losses   {STEPS} of {STEPS} equal (==, bit for bit); {repeated} steps were made again after a kill")
+    for line in lines:
         print(f"    resume   {line}")
-    print(f"    stored   {describe_storage(folder / 'killed')}")
+    print(f"    stored   {stored(folder / 'killed')}")
     print(f"    verify   {verified.splitlines()[-1] if verified else 'ok'}")
-    print(f"\n$ syckpt log\n{syckpt(folder / 'killed', 'log')}")
+    show_log(folder / "killed")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./launchers/quickstart", description=__doc__)
     parser.add_argument("--dir", type=Path, help="an empty folder to work in, kept afterwards (default: a temporary one)")
+    parser.add_argument("--single", action="store_true", help="the proof for one process")
     args = parser.parse_args()
+    prove = prove_single if args.single else prove_ranks
     started = time.monotonic()
     try:
         if args.dir is None:

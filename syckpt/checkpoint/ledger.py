@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from syckpt.checkpoint.saver import PendingCommit
 from syckpt.errors import SyckptError
 from syckpt.objects.commit import Commit
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "joined"]
 
 _log = logging.getLogger("syckpt")
 
@@ -29,7 +29,8 @@ class Ledger:
         self._on_stats = on_stats
         self._announced: str | None = None
         self._published: str | None = None
-        self._unheard: list[SyckptError] = []
+        self._unheard: dict[str, SyckptError] = {}
+        self._told: set[str] = set()
         self._names: dict[str, tuple[str | None, tuple[str, ...]]] = {}
         self._lock = threading.Lock()
 
@@ -53,7 +54,18 @@ class Ledger:
     def heard(self, error: SyckptError) -> None:
         """A failure was raised by other means."""
         with self._lock:
-            self._unheard = [other for other in self._unheard if other is not error]
+            self._unheard = {commit: other for commit, other in self._unheard.items() if other is not error}
+
+    def unheard(self) -> dict[str, SyckptError]:
+        """Return the failures that were not raised yet, oldest first."""
+        with self._lock:
+            return dict(self._unheard)
+
+    def told(self, commits: Iterable[str]) -> None:
+        """The failures of these saves are raised on all ranks: also of one of which this rank's writer has not told yet."""
+        with self._lock:
+            self._told.update(commits)
+            self._unheard = {commit: error for commit, error in self._unheard.items() if commit not in self._told}
 
     def names_in_hand(self, kind: str) -> list[tuple[str, ...]]:
         """Names (or tags) of the saves that are not settled."""
@@ -69,8 +81,8 @@ class Ledger:
                 self.failures += 1
                 if self._announced == pending.id:
                     self._announced = None
-                if self._on_error == "raise":
-                    self._unheard.append(error)
+                if self._on_error == "raise" and pending.id not in self._told:
+                    self._unheard[pending.id] = error
         if error is not None:
             _log.error("save %s failed: %s", pending.id, error)
         if commit is not None:
@@ -81,12 +93,17 @@ class Ledger:
     def raise_failure(self) -> None:
         """Raise the oldest failure that was not raised yet, once; further ones are named in its text."""
         with self._lock:
-            unheard, self._unheard = self._unheard, []
+            unheard, self._unheard = list(self._unheard.values()), {}
         if unheard:
-            error = unheard[0]
-            if len(unheard) > 1:
-                error = type(error)(f"{error} (and {len(unheard) - 1} more saves failed: {'; '.join(str(e) for e in unheard[1:])})")
-            raise error
+            raise joined(unheard)
+
+
+def joined(errors: Sequence[SyckptError]) -> SyckptError:
+    """Return the first of several failures; the further ones are named in its text."""
+    first = errors[0]
+    if len(errors) == 1:
+        return first
+    return type(first)(f"{first} (and {len(errors) - 1} more saves failed: {'; '.join(map(str, errors[1:]))})")
 
 
 def line(commit: Commit) -> str:

@@ -23,7 +23,7 @@ import torch
 from syckpt import __version__
 from syckpt.checkpoint import loader as loading
 from syckpt.checkpoint.items import Items
-from syckpt.checkpoint.ledger import Ledger
+from syckpt.checkpoint.ledger import Ledger, joined
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resume import newest_whole
@@ -33,12 +33,12 @@ from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.start import Arguments, Start, agree_on_start, open_for_writing
 from syckpt.dataloader.seeded import is_seeded
 from syckpt.dist.coordinator import connect
-from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError, from_wire, to_wire
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.hyperparams.fingerprint import fingerprint
 from syckpt.objects import ids, nodes
 from syckpt.objects.commit import Commit
-from syckpt.repo import history
+from syckpt.repo import history, receipts
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold
@@ -155,7 +155,9 @@ class CheckpointManager:
 
         spec = parse_root(root)
         resume = run_mode == "append" and auto_resume
-        told = Arguments(spec.path, branch, base, resume, maximize, async_save, when_busy, rng, str(save_every))
+        told = Arguments(
+            spec.path, branch, base, resume, maximize, async_save, when_busy, rng, str(save_every), on_error, save_on_exit, timeout_s
+        )
         self._coordinator = connect(timeout_s=timeout_s)
         self._sharing = Sharing(self._coordinator)
         self._repository, self._start = agree_on_start(self._coordinator, spec, told)
@@ -315,11 +317,12 @@ class CheckpointManager:
             resume.deferred.append(name)
             return
         self._items.restore(name, resume.source)
-        self._resume_report.resharded = sorted(set(resume.source.resharded))
-        self._resume_report.per_rank = list(resume.source.per_rank)
         for waiting in [n for n in resume.deferred if not self._items.needs_modules(n, resume.source.node(n))]:
             resume.deferred.remove(waiting)
             self._items.restore(waiting, resume.source)
+        self._resume_report.resharded = sorted(set(resume.source.resharded))
+        self._resume_report.per_rank = list(resume.source.per_rank)
+        self._resume_report.bytes_read = resume.source.bytes_read
 
     def _begin(self) -> None:
         """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
@@ -365,6 +368,7 @@ class CheckpointManager:
                 raise IntegrityError(f"branch {self._start.branch!r} has no whole commit left: {damage[0]}")
             return {"resume": older.id}
         hold = open_for_writing(self._repository, self._start, fork=self._fork, expected=self._start.tip)
+        receipts.discard(self._repository, hold.branch)
         return {"resume": None, "hold": asdict(hold)}
 
     def _settle_resume(self) -> None:
@@ -410,13 +414,11 @@ class CheckpointManager:
 
     def _set_streams(self, resume: _Resume) -> list[str]:
         """Restore the streams, or, on another number of ranks, derive new ones; return what is not as it was."""
-        source, mine = resume.source, self._coordinator
+        source, world_size = resume.source, self._coordinator.world_size
         if source.same_size:
             return streams.restore(source.rng())
-        streams.derive(f"{source.commit.id} rank {mine.rank} of {mine.world_size}")
-        return [
-            f"saved by {source.commit.world_size} ranks, resumed on {mine.world_size}: random streams are derived anew, one for each rank"
-        ]
+        streams.derive(self._seed_text(source))
+        return [f"saved by {source.commit.world_size} ranks, resumed on {world_size}: random streams are derived anew, one for each rank"]
 
     def _on_first_index(self) -> None:
         """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
@@ -591,13 +593,37 @@ class CheckpointManager:
             "replicas": capture.replicas if capture else "",
             "names": [checkpoint_id, *tags],
             "config": self.config.hash(),
+            # As values: every rank hears of all of them, once.
+            "failed": {commit: to_wire(exc) for commit, exc in self._ledger.unheard().items()} if self._coordinator.world_size > 1 else {},
         }
         decide = partial(self._decide_save, name=checkpoint_id, tags=tags)
         verdict = self._coordinator.agree("save()", mine, decide, error=error, at=f"step {self.step}")
+        if verdict["failed"]:
+            self._ledger.told(verdict["failed"]["commits"])
+            raise from_wire(verdict["failed"]["error"])
         assert capture is not None
         if verdict["skip"]:
             _log.warning("a save at step %d was skipped: two are still being written (when_busy='skip')", self.step)
             return None
+        try:
+            return self._hand_over(capture, verdict, checkpoint_id, metric, message, tags, epoch_end, wait, started)
+        except BaseException as exc:
+            self._saver.give_up_unless_submitted(verdict["id"], exc)
+            raise
+
+    def _hand_over(
+        self,
+        capture: _Capture,
+        verdict: dict[str, Any],
+        checkpoint_id: str | None,
+        metric: Any,
+        message: str,
+        tags: Sequence[str],
+        epoch_end: bool | None,
+        wait: bool,
+        started: float,
+    ) -> PendingCommit:
+        """Give this rank's part of an agreed save to its writer."""
         several = self._coordinator.world_size > 1
         same = {"same_schema": verdict["same_schema"], "same_replicas": verdict["same_replicas"]}
         parts = (
@@ -618,7 +644,7 @@ class CheckpointManager:
             "name": checkpoint_id,
             "config": nodes.encode(config.to_dict()),
             "fingerprint": verdict["id"][:8],
-            "rng_exact": self._resume is None or self._resume.rng_pending or self._resume_report.rng_exact,
+            "rng_exact": self._is_rng_exact(),
             "sequence": self._sequence,
             "created_ns": str(time.time_ns()),
             "writer": f"syckpt {__version__}",
@@ -646,7 +672,9 @@ class CheckpointManager:
     def _capture(self, payload: Mapping[str, Any] | None, metric: Any) -> tuple[_Capture | None, Exception | None]:
         """Return what this rank has to save, or what keeps it from it: the other ranks must hear of that."""
         try:
-            self._ledger.raise_failure()
+            if self._coordinator.world_size == 1:
+                self._ledger.raise_failure()
+            self._saver.prepare()
             score = self._progress.metric if metric is None else _score(metric)
             values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
             # In order of names, whatever the order of registration: the same state, the same manifest.
@@ -662,6 +690,8 @@ class CheckpointManager:
 
     def _decide_save(self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str]) -> dict[str, Any]:
         """Rank 0: whether all ranks save the same thing, and under which id."""
+        if failed := _failures(values):
+            return {"failed": failed}
         for field_name in ("step", "names", "config"):
             if len({str(value[field_name]) for value in values}) > 1:
                 found = ", ".join(f"rank {rank}: {value[field_name]}" for rank, value in enumerate(values))
@@ -685,17 +715,28 @@ class CheckpointManager:
         )
         return {
             "id": commit,
+            "failed": None,
             "skip": bool(busy) and self._when_busy == "skip",
             "same_schema": len({value["schema"] for value in values}) == 1,
             "same_replicas": len({value["replicas"] for value in values}) == 1,
         }
 
+    def _seed_text(self, source: Source) -> str:
+        """Return what this rank's streams are derived from where a commit of another number of ranks is resumed."""
+        return f"{source.commit.id} rank {self._coordinator.rank} of {self._coordinator.world_size}"
+
     def _rng_now(self) -> dict[str, Any]:
-        """Return the streams as a resume from here has to find them: while they wait to be restored, those of the resumed commit."""
+        """Return the streams as a resume from here has to find them: while they wait to be restored, those that will be."""
         resume = self._resume
-        if resume is not None and resume.rng_pending and resume.source.same_size:
-            return resume.source.rng()  # type: ignore[no-any-return]
-        return streams.capture()
+        if resume is None or not resume.rng_pending:
+            return streams.capture()
+        return resume.source.rng() if resume.source.same_size else streams.derived(self._seed_text(resume.source))
+
+    def _is_rng_exact(self) -> bool:
+        resume = self._resume
+        if resume is not None and resume.rng_pending:
+            return resume.source.same_size
+        return resume is None or self._resume_report.rng_exact
 
     def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
         taken = [("names", name, "commit")] if name is not None else []
@@ -784,14 +825,23 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Read a commit: into live targets in place (`into`), or as new CPU tensors. See `syckpt.load`.
 
-        Waits for this manager's own saves first. Random streams and counters are left alone.
+        Waits for this manager's own saves first. Random streams and counters are left alone. Collective: what does not fit on one rank is
+        raised on all, before anything is touched; so is damage that one of them reads.
         """
         self.wait()
-        source = self._open(self._resolve(rev))
+        commit = self._resolve(rev)
         targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
-        values, self._report = loading.read(
-            source, targets, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run
-        )
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location}
+        source: Source | None = None
+        for dry in (True,) if dry_run else (True, False):
+            error: Exception | None = None
+            try:
+                source = source or self._open(commit)
+                values, report = loading.read(source, targets, **how, dry_run=dry)
+            except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
+                error = exc
+            self._coordinator.barrier("load()", error=error, at=rev)
+        self._report = report
         return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
 
     def _resolve(self, rev: str) -> Commit:
@@ -843,6 +893,16 @@ def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
         ledger.raise_failure()
     except SyckptError as exc:
         _log.error("a save of a manager that was not closed failed: %s", exc)
+
+
+def _failures(values: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the earlier saves that failed on any rank, and the error that every rank raises for them."""
+    first: dict[str, SyckptError] = {}
+    for rank, value in enumerate(values):
+        for commit, wire in value["failed"].items():
+            where = "" if "rank(s)" in wire["message"] else f"on rank(s) {rank}: "
+            first.setdefault(commit, from_wire({**wire, "message": where + wire["message"]}))
+    return {"commits": list(first), "error": to_wire(joined(list(first.values())))} if first else None
 
 
 def _score(metric: Any) -> float:

@@ -17,13 +17,13 @@ from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone, PeerStuck, watch_process
 from syckpt.dist import topology
-from syckpt.errors import CoordinationError, StateError, SyckptError, WriterDied, from_wire
+from syckpt.errors import ConflictError, CoordinationError, StateError, SyckptError, WriterDied, from_wire, to_wire
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Lease
 from syckpt.repo import leases, owner
 from syckpt.repo.receipts import Desk
 from syckpt.repo.repository import Repository
-from syckpt.repo.transaction import Hold, newest_readable
+from syckpt.repo.transaction import Hold, newest_readable, refuse_if_fenced
 from syckpt.state.staging import Part, Slot, layout
 from syckpt.stores.base import StoreSpec
 
@@ -31,6 +31,7 @@ __all__ = ["PendingCommit", "Saver", "Settings"]
 
 _log = logging.getLogger("syckpt")
 _MAX_SLOTS = 2
+_GRACE_S = 2.0
 # Python's own modules first, then the packages that the writer needs, and nothing else: no module in the user's directories, no
 # `sitecustomize` or `.pth` file takes a name, or time.
 _WRITER = (
@@ -115,6 +116,7 @@ class _Process:
     channel: Channel
     pidfd: int | None
     ready: bool = False
+    waits_for: str | None = None
     slots: set[int] = field(default_factory=set)
     """Slots that this process has mapped, in their present size."""
 
@@ -160,6 +162,7 @@ class Saver:
         self._process: _Process | None = None
         self._slots: list[Slot] = []
         self._in_hand: dict[str, _InHand] = {}
+        self._submitted: str | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
@@ -185,6 +188,12 @@ class Saver:
             self._start()
 
     # -- saving ------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """See to it that there is a writer. Raises: ConflictError when the branch was lost meanwhile; WriterDied; StoreError."""
+        self.require_own_process()
+        with self._lock:
+            self._ensure_writer()
 
     def busy(self) -> bool:
         """Whether a save would have to wait for a slot."""
@@ -239,6 +248,7 @@ class Saver:
             }
             pending = PendingCommit(commit, self)
             self._in_hand[commit] = _InHand(pending, slot, 0.0)
+            self._submitted = commit
             self._send_save(slot, message)
             if commit in self._in_hand:  # else the writer was found dead
                 self._in_hand[commit].stall_s = time.perf_counter() - started
@@ -260,7 +270,7 @@ class Saver:
             raise
 
     def _free_slot(self, nbytes: int) -> Slot:
-        deadline = time.monotonic() + self._settings.timeout_s
+        deadline = time.monotonic() + self._patience_s
         while len(self._in_hand) >= _MAX_SLOTS:
             if not self._pump(deadline - time.monotonic()):
                 raise CoordinationError(f"no staging slot came free in {self._settings.timeout_s:g} s: {self._what_is_stuck()}")
@@ -310,7 +320,7 @@ class Saver:
 
         Raises: TimeoutError after `timeout_s`; without one, CoordinationError after the settings' time.
         """
-        limit = self._settings.timeout_s if timeout_s is None else timeout_s
+        limit = self._patience_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         if self._in_hand:
             self.require_own_process()
@@ -322,8 +332,17 @@ class Saver:
                     raise TimeoutError(f"save {pending or 'in hand'} was not durable within {timeout_s:g} s")
                 raise CoordinationError(f"waited {limit:g} s for saves to become durable: {self._what_is_stuck()}")
 
+    @property
+    def _patience_s(self) -> float:
+        """A little longer than the writers wait for each other, so that theirs is the verdict."""
+        return self._settings.timeout_s + (_GRACE_S if self._settings.world_size > 1 else 0.0)
+
     def _what_is_stuck(self) -> str:
         work = ", ".join(self._in_hand) or "anything"
+        if self._settings.world_size > 1:
+            waits = self._process.waits_for if self._process else None
+            busy = f"last said that it waits for {waits}" if waits else f"is alive but has not finished {work}; is it, or the store, hung?"
+            return f"writer process {self.writer_pid} of rank(s) {self._settings.rank} {busy}"
         return f"writer process {self.writer_pid} is alive but has not finished {work}; is {self._repository.store.describe()} hung?"
 
     def _pump(self, timeout_s: float) -> bool:
@@ -353,6 +372,8 @@ class Saver:
         kind = event["event"]
         if kind == "ready" and self._process is not None:
             self._process.ready = True
+        elif kind == "waits" and self._process is not None:
+            self._process.waits_for = event["for"]
         elif kind == "published":
             body, seal = event["body"], event["seal"]
             self._settle(event["id"], commit=Commit.from_body(body, seal=seal, where=event["id"]), durable_s=event["durable_s"])
@@ -381,6 +402,9 @@ class Saver:
         """Start another writer where the last one died. The branch is opened anew: the dead one may have published a save or not."""
         if self._process is None:
             assert self._hold is not None
+            if self._settings.rank == 0:
+                # The dead writer may have lost the branch to a newer incarnation, which is not to be fenced in turn.
+                refuse_if_fenced(self._repository, self._hold)
             head, _ = newest_readable(self._repository, self._hold.branch)
             self._hold = self._reopen(self._hold, head.commit if head else None)
             self._start()
@@ -434,6 +458,8 @@ class Saver:
 
     def _take_lease(self, hold: Hold, writer: int) -> None:
         """Say who writes the branch at once: whoever opens it before the writer is up would take it, and not wait for what it writes."""
+        if self._settings.rank != 0:
+            return  # The lease is rank 0's.
         holders = owner.this_process(), owner.owner_of(writer)
         lease = leases.expiring(Lease(hold.branch, hold.run, hold.generation, self._settings.token, *holders, 0))
         try:
@@ -459,28 +485,61 @@ class Saver:
         code = self._reap(process, timeout_s=0.0 if kill else self._settings.timeout_s)
         published = self._published() if self._in_hand else {}
         for commit_id in list(self._in_hand):
-            if commit_id in published:
-                self._settle(commit_id, commit=published[commit_id])
+            how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+            own = f" of rank(s) {self._settings.rank}" if self._settings.world_size > 1 else ""
+            why = f"writer process {process.popen.pid}{own} ended ({how}) before save {commit_id} was durable; the next save starts another"
+            error = cause or WriterDied(why)
+            try:
+                commit = self._speak_for_writer(commit_id, published.get(commit_id), error)
+            except SyckptError as exc:
+                self._settle(commit_id, error=exc)
             else:
-                how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-                why = f"writer process {process.popen.pid} ended ({how}) before save {commit_id} was durable; the next save starts another"
-                error = cause or WriterDied(why)
-                self._tell_ranks(commit_id, error)
-                self._settle(commit_id, error=error)
+                self._settle(commit_id, commit=commit, error=None if commit else error)
 
-    def _tell_ranks(self, commit: str, error: SyckptError) -> None:
-        """Say in a dead writer's place that its part has failed, so that the other ranks need not wait for their deadline."""
-        settings, hold = self._settings, self._hold
-        if settings.world_size == 1 or hold is None:
-            return
-        desk = Desk(self._repository, hold.branch, commit, timeout_s=settings.timeout_s)
+    def _speak_for_writer(self, commit_id: str, commit: Commit | None, error: SyckptError) -> Commit | None:
+        """Tell the other ranks in a dead writer's place how its part went; return the commit if it is visible, or becomes so.
+
+        Raises: what a save failed with elsewhere, to which this rank's part had been complete.
+        """
+        settings = self._settings
+        if settings.world_size == 1:
+            return commit
+        if settings.rank == 0:
+            self.give_up(commit_id, error, seal=None if commit is None else commit.seal)
+            return commit
+        if commit is not None or self.give_up(commit_id, error):
+            return commit
+        # The part is good, and the commit becomes visible without its writer.
+        seal = self._desk(commit_id).await_verdict(settings.rank)
+        return self._repository.read_commit(commit_id, seal=seal)
+
+    def _desk(self, commit: str) -> Desk:
+        assert self._hold is not None
+        return Desk(self._repository, self._hold.branch, commit, timeout_s=self._settings.timeout_s)
+
+    def give_up_unless_submitted(self, commit: str, error: BaseException) -> None:
+        """Tell the other ranks of an agreed save that comes to nothing here before the writer has it."""
+        if self._submitted != commit:
+            where = f"save {commit} failed on rank(s) {self._settings.rank}: "
+            self.give_up(commit, from_wire({**(wire := to_wire(error)), "message": where + wire["message"]}))
+
+    def give_up(self, commit: str, error: BaseException, *, seal: str | None = None) -> bool:
+        """Say that a save has failed on this rank (with `seal`: that it is visible), so that the others need not wait for their deadline.
+
+        Returns False if this rank's part has been completed before.
+        """
+        if self._settings.world_size == 1 or self._hold is None:
+            return True
         try:
-            if settings.rank == 0:
-                desk.decide(None, error)
-            else:
-                desk.hand_in(settings.rank, None, {}, error)
+            if self._settings.rank == 0:
+                self._desk(commit).decide(seal, None if seal is not None else error)
+                return True
+            return self._desk(commit).hand_in(self._settings.rank, None, {}, error)
+        except ConflictError:
+            _log.debug("save %s was decided before", commit)
         except SyckptError as exc:
-            _log.warning("the other ranks could not be told that save %s failed here: %s", commit, exc)
+            _log.warning("the other ranks could not be told how save %s went here: %s", commit, exc)
+        return True
 
     @staticmethod
     def _reap(process: _Process, *, timeout_s: float) -> int | None:
@@ -549,7 +608,7 @@ class Saver:
 
     def _give_back(self) -> None:
         """Give back the lease of a writer that died, or could not: this process lives on, so nobody else would take the lease for lost."""
-        if self._hold is not None:
+        if self._hold is not None and self._settings.rank == 0:
             try:
                 leases.release(self._repository, self._hold.branch, token=self._settings.token)
             except SyckptError as exc:

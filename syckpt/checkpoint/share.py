@@ -20,6 +20,7 @@ import torch
 from blake3 import blake3
 
 from syckpt.dist.coordinator import Coordinator
+from syckpt.errors import StateError
 from syckpt.objects import canonical
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
@@ -79,12 +80,14 @@ class Sharing:
         diverged: set[str] = set()
         everyone = range(self._coordinator.world_size)
         if not (same_schema and same_replicas):
-            digests = {
-                path: replica_digest(leaf)
-                for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True)
-                if leaf.path[0] != own and layout is None
-            }
-            verdict = self._coordinator.agree("replicas", digests, _compare, at=at)
+            digests: dict[str, str] = {}
+            sharded: dict[str, list[Any]] = {}
+            for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
+                if layout is not None:
+                    sharded[path] = self._told(leaf, path, layout)
+                elif leaf.path[0] != own:
+                    digests[path] = replica_digest(leaf)
+            verdict = self._coordinator.agree("replicas", {"digests": digests, "sharded": sharded}, _compare, at=at)
             candidates, diverged = verdict["ranks"], set(verdict["diverged"])
         if same_schema and facts.schema != self._schema:
             self._schema, self._owners = facts.schema, self._balance(flat, facts, own)
@@ -105,6 +108,14 @@ class Sharing:
         if diverged and self._coordinator.rank == 0:
             _log.warning("%d tensors differ between ranks and are kept by each: %s", len(diverged), ", ".join(sorted(diverged)[:5]))
         return first + further
+
+    def _told(self, leaf: Leaf, path: str, layout: Layout) -> list[Any]:
+        """Return what other ranks must know of a sharded tensor: its form, this rank's position in the mesh, a digest of its part."""
+        form = f"{leaf.dtype} {leaf.shape} {layout.mesh_shape} {layout.placements}"
+        if self._coordinator.rank not in layout.ranks:
+            return [form, None, ""]
+        views = [Leaf(leaf.path, view, leaf.dtype, box.sizes) for box, view in local_boxes(leaf.array, path=path)]
+        return [form, layout.ranks.index(self._coordinator.rank), "".join(map(replica_digest, views))]
 
     def _balance(self, flat: Flat, facts: Facts, own: str) -> dict[tuple[str, Box], int]:
         everyone = tuple(range(self._coordinator.world_size))
@@ -147,19 +158,47 @@ def _by_name(path: str, box: Box, ranks: Sequence[int]) -> int:
     return ranks[zlib.crc32(f"{path} {box.offsets}".encode()) % len(ranks)]
 
 
-def _compare(digests: list[dict[str, str]]) -> dict[str, Any]:
-    """Rank 0: which ranks have which plain tensors, and which of them differ."""
+def _compare(told: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Rank 0: which ranks have which plain tensors, and which of them differ. Raises: StateError."""
+    _refuse_other_tensors(told)
     ranks: dict[str, list[int]] = {}
     values: dict[str, set[str]] = {}
-    for rank, mine in enumerate(digests):
-        for path, digest in mine.items():
+    for rank, mine in enumerate(told):
+        for path, digest in mine["digests"].items():
             ranks.setdefault(path, []).append(rank)
             values.setdefault(path, set()).add(digest)
-    everyone = list(range(len(digests)))
+    everyone = list(range(len(told)))
     return {
         "ranks": {path: held for path, held in ranks.items() if held != everyone},
         "diverged": [path for path, found in values.items() if len(found) > 1],
     }
+
+
+def _refuse_other_tensors(told: list[dict[str, dict[str, Any]]]) -> None:
+    """Refuse sharded tensors that have one path and are not one tensor: their boxes would be taken for parts or copies of each other.
+
+    Several meshes may hold copies of it (tensor parallelism under DDP): then each part must be the same on all of them.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    parts: dict[tuple[str, int], tuple[int, str]] = {}
+    for rank, mine in enumerate(told):
+        for path, (form, position, digest) in mine["sharded"].items():
+            other, known = first.setdefault(path, (rank, form))
+            if form == known and position is not None:
+                other, known = parts.setdefault((path, position), (rank, digest))
+                form = digest
+            if form != known:
+                raise _not_one(path, other, rank)
+    for rank, mine in enumerate(told):
+        for path in first.keys() & mine["digests"].keys():
+            raise _not_one(path, first[path][0], rank)
+
+
+def _not_one(path: str, first: int, second: int) -> StateError:
+    return StateError(
+        f"{path}: the sharded tensor on rank {first} and the one on rank {second} are not one: shard it alike, or save it under two names"
+        " (an optimizer is saved by parameter name where its model is registered too)"
+    )
 
 
 def replica_digest(leaf: Leaf) -> str:

@@ -178,7 +178,7 @@ class Source:
             return self._reader.tasks(entry, place, _memory(targets[0][1]))
         itemsize = dtype(stored.dtype).itemsize
         path = nodes.format_path(stored.path)
-        if [box for box, _, _ in stored.pieces] != [box for box, _ in targets]:
+        if not {box for box, _ in targets} <= {box for box, _, _ in stored.pieces}:
             self.resharded.append(path)
         arrays = [_bits(tensor, itemsize) for _, tensor in targets]
         regions = plan([box for box, _, _ in stored.pieces], [box for box, _ in targets], path=path, reader=self._rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ class Arguments:
     when_busy: str
     rng: bool
     save_every: str
+    on_error: str
+    save_on_exit: bool
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,16 @@ def agree_on_start(coordinator: Coordinator, spec: StoreSpec, arguments: Argumen
         )
     except SyckptError as exc:
         error = exc
-    if coordinator.world_size > 1:
-        coordinator.barrier("CheckpointManager()", error=error)
-    elif error is not None:
-        raise error
+    try:
+        if coordinator.world_size > 1:
+            coordinator.barrier("CheckpointManager()", error=error)
+        elif error is not None:
+            raise error
+    finally:
+        if coordinator.rank == 0 and start.hello and repository is not None:
+            with suppress(SyckptError):  # A small file more.
+                repository.store.delete(start.hello)
     assert repository is not None
-    if coordinator.rank == 0 and start.hello:
-        repository.store.delete(start.hello)
     return repository, start
 
 

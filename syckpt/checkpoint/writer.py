@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone
-from syckpt.errors import SyckptError, to_wire
+from syckpt.errors import RankTimeout, SyckptError, from_wire, to_wire
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
@@ -167,8 +167,7 @@ class _Writer:
         _tell(self._channel, {"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
 
     def _commit(self, message: dict[str, Any], begun: float) -> Commit:
-        parent = self._parent(message["after"])
-        commit = self._lead(message, parent, begun) if self._rank == 0 else self._follow(message, parent)
+        commit = self._lead(message, begun) if self._rank == 0 else self._follow(message)
         self._packer.published()
         self._newest = commit
         return commit
@@ -176,25 +175,31 @@ class _Writer:
     def _desk(self, commit: str) -> Desk:
         return Desk(self._repository, self._hold.branch, commit, timeout_s=self._timeout_s)
 
-    def _lead(self, message: dict[str, Any], parent: Commit | None, begun: float) -> Commit:
+    def _lead(self, message: dict[str, Any], begun: float) -> Commit:
         """Rank 0: write this rank's part, wait for the others', make the commit visible, and say so."""
-        if not self._recovered:
-            for dropped in recover(self._repository, self._hold):
-                _log.info("save %s was cut off by a crash; what it left behind is removed", dropped)
-            self._recovered = True
         desk, before, self._last_desk = self._desk(message["id"]), self._last_desk, None
-        uses = self._packer.points_into(parent)
-        transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
+        transaction: Transaction | None = None
         try:
+            if not self._recovered:
+                for dropped in recover(self._repository, self._hold):
+                    _log.info("save %s was cut off by a crash; what it left behind is removed", dropped)
+                self._recovered = True
+            parent = self._parent(message["after"])
+            uses = self._packer.points_into(parent)
+            transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
             packed = self._pack(message, parent)
-            others = desk.collect(range(1, self._world_size))
+            others = self._collect(desk, message["id"])
             tables = [packed.locations, *(self._reader.table((message["id"], other.rank)) for other in others)]
             parts = [Receipt(0, packed.manifest_seal, packed.stats), *others]
             commit = self._describe(message, parent, parts, begun)
             self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables)
         except BaseException as exc:
-            self._give_up(message["id"], transaction, desk, exc)
-            raise
+            if self._world_size == 1:
+                self._give_up(message["id"], transaction, desk, exc)
+                raise
+            error = _named(exc, message["id"], rank=0)
+            self._give_up(message["id"], transaction, desk, error)
+            raise error from exc
         if self._world_size > 1:
             self._decide(desk, commit.seal, None)
             self._last_desk = desk
@@ -203,11 +208,24 @@ class _Writer:
             before.clear(wait_s=0.0)
         return commit
 
-    def _give_up(self, commit: str, transaction: Transaction, desk: Desk, cause: BaseException) -> None:
+    def _collect(self, desk: Desk, commit: str) -> list[Receipt]:
+        ranks = range(1, self._world_size)
+        if ranks:
+            self._waits(f"the parts of rank(s) {', '.join(map(str, ranks))} of save {commit}")
+        receipts = desk.collect(ranks)
+        self._waits(None)
+        return receipts
+
+    def _waits(self, what: str | None) -> None:
+        if self._world_size > 1:
+            _tell(self._channel, {"event": "waits", "for": what})
+
+    def _give_up(self, commit: str, transaction: Transaction | None, desk: Desk, cause: BaseException) -> None:
         if self._world_size > 1:
             self._decide(desk, None, cause)
         try:
-            transaction.abort()
+            if transaction is not None:
+                transaction.abort()
         except SyckptError as exc:
             _log.warning("what save %s left behind could not be removed; the next opening of the branch does: %s", commit, exc)
 
@@ -219,26 +237,46 @@ class _Writer:
             # They find out by their deadline, and by the branch's records.
             _log.warning("the other ranks could not be told how the save went: %s", exc)
 
-    def _follow(self, message: dict[str, Any], parent: Commit | None) -> Commit:
+    def _follow(self, message: dict[str, Any]) -> Commit:
         """Any other rank: write this rank's part once rank 0 has begun, and wait for its verdict."""
         commit, desk = message["id"], self._desk(message["id"])
-        desk.await_intent()
+        self._waits(f"rank(s) 0 to begin save {commit}")
+        try:
+            desk.await_intent()
+        except RankTimeout as exc:
+            # Should rank 0 come to it yet, it need not wait for this part.
+            desk.hand_in(self._rank, None, {}, exc)
+            raise
+        self._waits(None)
         failure: BaseException | None = None
         try:
-            packed = self._pack(message, parent)
+            packed = self._pack(message, self._parent(message["after"]))
             desk.hand_in(self._rank, packed.manifest_seal, packed.stats)
         except Exception as exc:  # noqa: BLE001 - rank 0 hears of it, whatever it was, and every rank fails alike
             failure = exc
+        if failure is not None:
+            # A receipt may be there though writing it failed: then this part is good.
+            desk.hand_in(self._rank, None, {}, failure)
         try:
-            if failure is not None:
-                desk.hand_in(self._rank, None, {}, failure)
+            self._waits(f"rank(s) 0 to decide on save {commit}")
             seal = desk.await_verdict(self._rank)
-        except BaseException:
-            for key in self._repository.store.list(f"objects/{commit}/"):
-                if key.startswith(f"objects/{commit}/r{self._rank:05d}."):
-                    self._repository.store.delete(key)
+            self._waits(None)
+        except RankTimeout:
+            raise  # Undecided: rank 0 may still publish it. If it does not, recovery removes what is here.
+        except SyckptError:
+            self._remove_part(desk, commit)
             raise
         return self._repository.read_commit(commit, seal=seal)
+
+    def _remove_part(self, desk: Desk, commit: str) -> None:
+        """Remove what this rank wrote for a save that was given up, unless it is visible all the same."""
+        try:
+            if desk.published() is None:
+                for key in self._repository.store.list(f"objects/{commit}/"):
+                    if key.startswith(f"objects/{commit}/r{self._rank:05d}."):
+                        self._repository.store.delete(key)
+        except SyckptError as exc:
+            _log.warning("what rank %d wrote for save %s could not be removed; it is in nobody's way: %s", self._rank, commit, exc)
 
     def _pack(self, message: dict[str, Any], parent: Commit | None) -> Packed:
         table = message["tensors"]
@@ -296,6 +334,13 @@ class _Writer:
             self._last_desk.clear(wait_s=_FAREWELL_S)
         if self._renewal is not None:
             self._renewal.stop()
+
+
+def _named(exc: BaseException, commit: str, *, rank: int) -> SyckptError:
+    """Return the error as all ranks raise it: its text says on which rank it came up."""
+    wire = to_wire(exc)
+    where = "" if "rank(s)" in wire["message"] else f"save {commit} failed on rank(s) {rank}: "
+    return from_wire({**wire, "message": where + wire["message"]})
 
 
 def _together(stats: list[dict[str, Any]]) -> dict[str, Any]:

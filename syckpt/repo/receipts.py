@@ -6,12 +6,13 @@ small documents that are waited for with a deadline.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from syckpt.errors import ConflictError, NotFoundError, RankTimeout, from_wire, to_wire
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
 from syckpt.objects import ids
 from syckpt.objects.checks import Fields
 from syckpt.repo import documents
@@ -20,6 +21,7 @@ from syckpt.repo.repository import Repository
 __all__ = ["Desk", "Receipt", "discard"]
 
 T = TypeVar("T")
+_log = logging.getLogger("syckpt")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 
@@ -36,7 +38,9 @@ class Desk:
     """The receipts of one save of a branch. `timeout_s` bounds each wait."""
 
     def __init__(self, repository: Repository, branch: str, commit: str, *, timeout_s: float) -> None:
+        self._repository = repository
         self._store = repository.store
+        self._branch = branch
         self._commit = commit
         self._prefix = f"receipts/{ids.key_component(branch)}/{commit}/"
         self._timeout_s = timeout_s
@@ -55,8 +59,8 @@ class Desk:
         if verdict is not None and verdict["error"] is not None:
             raise from_wire(verdict["error"])
 
-    def hand_in(self, rank: int, manifest: str | None, stats: dict[str, Any], error: BaseException | None = None) -> None:
-        """Leave a rank's receipt; with an error, its part has failed. One that is there already stays."""
+    def hand_in(self, rank: int, manifest: str | None, stats: dict[str, Any], error: BaseException | None = None) -> bool:
+        """Leave a rank's receipt; with an error, its part has failed. Returns False if one is there already, which stays."""
         body = {
             "kind": "receipt",
             "version": 1,
@@ -69,7 +73,8 @@ class Desk:
         try:
             documents.write(self._store, self._key(rank), body)
         except ConflictError:
-            return
+            return False
+        return True
 
     def collect(self, ranks: Sequence[int]) -> list[Receipt]:
         """Wait for the receipts of other ranks.
@@ -128,24 +133,52 @@ class Desk:
     def await_verdict(self, rank: int) -> str:
         """Wait for rank 0's verdict, remove this rank's receipt, and return the commit's seal.
 
-        Raises: what the save failed with; RankTimeout.
+        Raises: what the save failed with; RankTimeout when it is undecided: then it may still become visible.
         """
         # Rank 0 itself waits as long for the slowest part, and only then decides.
         late = f"save {self._commit}: rank(s) 0 did not decide it within {2 * self._timeout_s:g} s"
-        verdict = self._wait(self._verdict, lambda: late, times=2)
-        self._store.delete(self._key(rank))
+        verdict = self._wait(self._outcome, lambda: late, times=2)
+        try:
+            self._store.delete(self._key(rank))
+        except SyckptError as exc:
+            _log.warning("the receipt of rank %d for save %s could not be removed: %s", rank, self._commit, exc)
         if verdict["error"] is not None:
             raise from_wire(verdict["error"])
         return str(verdict["seal"])
 
+    def _outcome(self) -> dict[str, Any] | None:
+        """Return the verdict; without one, what the branch shows: a save whose intent is gone was published or given up."""
+        begun = self._store.size(f"intents/{self._commit}.json") is not None
+        verdict = self._verdict()
+        if verdict is not None or begun:
+            return verdict
+        seal = self.published()
+        gone = RankFailure(f"save {self._commit}: rank(s) 0 gave it up, or another incarnation of the job cleared it")
+        return {"seal": seal, "error": None if seal is not None else to_wire(gone)}
+
+    def published(self) -> str | None:
+        """Return the seal that the branch's records have for the commit; None if it is not visible."""
+        ref = f"heads/{self._branch}"
+        for number in reversed(self._repository.refs.numbers(ref)):
+            try:
+                record = self._repository.refs.read(ref, number)
+            except IntegrityError:
+                continue
+            if record.commit == self._commit:
+                return record.commit_seal
+        return None
+
     def clear(self, *, wait_s: float) -> None:
         """Remove the verdict once every rank knows it; after `wait_s` it stays for recovery."""
         deadline = time.monotonic() + wait_s
-        while any(not key.endswith("verdict.json") for key in self._store.list(self._prefix)):
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(_LAST_PAUSE_S)
-        self._store.delete(f"{self._prefix}verdict.json")
+        try:
+            while any(not key.endswith("verdict.json") for key in self._store.list(self._prefix)):
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_LAST_PAUSE_S)
+            self._store.delete(f"{self._prefix}verdict.json")
+        except SyckptError as exc:
+            _log.warning("the verdict on save %s could not be removed; recovery does it: %s", self._commit, exc)
 
     def _wait(self, look: Callable[[], T | None], late: Callable[[], str], *, times: int = 1) -> T:
         deadline = time.monotonic() + times * self._timeout_s
@@ -159,6 +192,9 @@ class Desk:
 
 
 def discard(repository: Repository, branch: str) -> None:
-    """Remove every receipt of a branch: for recovery, when no older generation can go on."""
-    for key in repository.store.list(f"receipts/{ids.key_component(branch)}/"):
-        repository.store.delete(key)
+    """Remove every receipt of a branch that was just taken, before its first save: no older generation can go on."""
+    try:
+        for key in repository.store.list(f"receipts/{ids.key_component(branch)}/"):
+            repository.store.delete(key)
+    except SyckptError as exc:
+        _log.warning("receipts of given up saves on %s could not be removed; the next opening does it: %s", branch, exc)

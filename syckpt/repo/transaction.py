@@ -12,11 +12,11 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptEr
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
-from syckpt.repo import documents, receipts
+from syckpt.repo import documents
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository, manifest_key
 
-__all__ = ["Hold", "Transaction", "newest_readable", "open_branch", "recover"]
+__all__ = ["Hold", "Transaction", "newest_readable", "open_branch", "recover", "refuse_if_fenced"]
 
 _log = logging.getLogger("syckpt")
 
@@ -81,6 +81,16 @@ def open_branch(repository: Repository, branch: str, *, run: str, expected: str 
     return Hold(branch, run, record.generation, record.number, record.commit)
 
 
+def refuse_if_fenced(repository: Repository, hold: Hold) -> None:
+    """Raises: ConflictError when a newer generation has taken the branch."""
+    newest, _ = newest_readable(repository, hold.branch)
+    if newest is not None and newest.generation > hold.generation:
+        raise ConflictError(
+            f"heads/{hold.branch} was taken by generation {newest.generation} of run {newest.run}; this save is of generation"
+            f" {hold.generation} of run {hold.run}: stop one of the two, or give this one its own branch=..."
+        )
+
+
 class Transaction:
     """One save under way. Create it before the first blob; then `publish`, or `abort`."""
 
@@ -101,7 +111,7 @@ class Transaction:
         try:
             _check_present(reader, locations)
         except IntegrityError:
-            self._refuse_if_fenced()
+            refuse_if_fenced(repository, self._hold)
             raise
         seal = documents.write(repository.store, f"objects/{commit.id}.json", commit.to_body())
         sealed = Commit.from_body(commit.to_body(), seal=seal, where=commit.id)
@@ -124,15 +134,6 @@ class Transaction:
             # Visible already: what is left is copies and names, which the next opening of the branch completes.
             _log.warning("commit %s is saved; completing its names and copies failed: %s", commit.id, exc)
         return Hold(hold.branch, hold.run, hold.generation, record.number, commit.id), sealed
-
-    def _refuse_if_fenced(self) -> None:
-        """A newer generation of the branch has removed what this save had written. Raises: ConflictError."""
-        newest, _ = newest_readable(self._repository, self._hold.branch)
-        if newest is not None and newest.generation > self._hold.generation:
-            raise ConflictError(
-                f"heads/{self._hold.branch} was taken by generation {newest.generation} of run {newest.run}; this save is of generation"
-                f" {self._hold.generation} of run {self._hold.run}: stop one of the two, or give this one its own branch=..."
-            )
 
     def abort(self) -> None:
         """Remove everything that the save wrote, unless its record is there: then the next opening of the branch completes it."""
@@ -200,8 +201,10 @@ def _remove(repository: Repository, commit: str) -> None:
 def recover(repository: Repository, hold: Hold) -> list[str]:
     """Clear what older generations of a branch left behind; return the commits whose saves were given up.
 
-    They were fenced by `hold`, so none of them can become visible any more.
+    They were fenced by `hold`, so none of them can become visible any more. Raises: ConflictError when `hold` itself is fenced: what is
+    there may be a newer generation's.
     """
+    refuse_if_fenced(repository, hold)
     dropped: list[str] = []
     for key in repository.store.list("intents/"):
         try:
@@ -224,7 +227,6 @@ def recover(repository: Repository, hold: Hold) -> list[str]:
         except (IntegrityError, NotFoundError) as exc:
             # What damaged it may not stop the saves to come; `verify` names it, and the intent stays.
             _log.warning("completing commit %s, whose save was cut off by a crash, failed: %s", intent.commit, exc)
-    receipts.discard(repository, hold.branch)
     repository.store.collect_staging()
     return dropped
 

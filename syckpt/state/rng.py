@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from syckpt.errors import StateError
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "derive", "derived", "restore"]
 
 
 def capture() -> dict[str, Any]:
@@ -36,6 +36,16 @@ def derive(text: str) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
+
+
+def derived(text: str) -> dict[str, Any]:
+    """Return the streams that `derive` would set, as `capture` does, and leave the present ones alone."""
+    before = capture()
+    try:
+        derive(text)
+        return capture()
+    finally:
+        restore(before)
 
 
 def _restore_cuda(states: list[torch.Tensor]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_an_unchanged_tensor_costs_at_most_100_bytes_whatever_its_size(tmp_path,
             for _ in range(11):
                 ckpt.save(wait=True)
                 sizes.append(stored_nbytes(root))
-        return [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
+        return [after - before for before, after in pairwise(sizes)]
 
     few, many, large = cost(1, 1000), cost(401, 1000), cost(1, 2_000_000)
     assert all((m - f) / 400 <= 100 for f, m in zip(few, many, strict=True)), (few, many)
