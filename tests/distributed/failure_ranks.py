@@ -123,6 +123,7 @@ def begin(ckpt: CheckpointManager, step: int = 0) -> None:
 
 def save(ckpt: CheckpointManager, step: int, **options: Any) -> PendingCommit | None:
     begin(ckpt, step)
+    begin(ckpt, step)  # What is registered for the first time was restored.
     return ckpt.save(**options)
 
 

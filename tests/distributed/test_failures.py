@@ -98,7 +98,8 @@ def assert_clean_after_the_next_manager(root: Path) -> None:
             ckpt.register(name, value)
         ckpt.net, ckpt.count = state(1000)["net"], 1000
         pending = ckpt.save(wait=True)
-    assert same(syckpt.load(root, str(pending)), state(1000))
+    loaded = syckpt.load(root, str(pending))
+    assert same({name: loaded[name] for name in ("net", "count")}, state(1000))
     assert leftovers(root) == []
     assert [str(path) for path in (root / ".syckpt").rglob("*") if path.is_file() and path.parts[-2] == "hello"] == []
     assert [str(path) for path in (root / ".syckpt/receipts").rglob("*") if path.is_file()] == []
