@@ -19,10 +19,9 @@ _log = logging.getLogger("syckpt")
 class Ledger:
     """Accounts of one manager's saves. Apart from the manager, so that a saver at work does not keep the manager alive."""
 
-    def __init__(
-        self, *, on_error: Literal["raise", "warn"], on_stats: Callable[[dict[str, Any]], None] | None, resumed: Commit | None
-    ) -> None:
-        self.resumed = resumed
+    def __init__(self, *, on_error: Literal["raise", "warn"], on_stats: Callable[[dict[str, Any]], None] | None) -> None:
+        self.resumed: Commit | None = None
+        """The commit that the run goes on from."""
         self.failures = 0
         """How many saves have failed so far."""
         self._on_error = on_error

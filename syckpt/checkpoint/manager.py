@@ -13,7 +13,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -26,12 +26,11 @@ from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.ledger import Ledger, joined
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Interval, Progress
-from syckpt.checkpoint.resume import newest_whole
+from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
 from syckpt.checkpoint.share import Facts, Sharing, whole
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.start import Arguments, Start, agree_on_start, open_for_writing
-from syckpt.dataloader.seeded import is_seeded
 from syckpt.dist.coordinator import connect
 from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError, from_wire, to_wire
 from syckpt.hyperparams.config import HyperConfig
@@ -43,7 +42,6 @@ from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold
 from syckpt.repo.verify import VerifyReport, verify
-from syckpt.state import rng as streams
 from syckpt.state.flatten import Flat, flatten
 from syckpt.stores.base import StoreSpec, parse_root
 
@@ -81,19 +79,6 @@ class _Capture:
     facts: Facts
     replicas: str
     metric: float | None
-
-
-@dataclass
-class _Resume:
-    """What is being resumed: the commit, its reader, and whether the random streams are still to be restored."""
-
-    source: Source
-    rng_pending: bool
-    entered: bool
-    rng_early: bool = False
-    """Restored on demand, by `restore`; what is drawn before the first epoch is entered again must not count."""
-    deferred: list[str] = field(default_factory=list)
-    """Optimizers that wait for the modules of their parameters."""
 
 
 class CheckpointManager:
@@ -148,10 +133,7 @@ class CheckpointManager:
         self._sequence = 0
         self._closed = False
         self._opened = False
-        self._damage: str | None = None
-        self._report = self._resume_report = LoadReport()
-        self._resume: _Resume | None = None
-        self._resumed: Commit | None = None
+        self._report: LoadReport | None = None
 
         spec = parse_root(root)
         resume = run_mode == "append" and auto_resume
@@ -161,11 +143,19 @@ class CheckpointManager:
         self._coordinator = connect(timeout_s=timeout_s)
         self._sharing = Sharing(self._coordinator)
         self._repository, self._start = agree_on_start(self._coordinator, spec, told)
-        self._reader = Reader(self._repository)
+        self._ledger = Ledger(on_error=on_error, on_stats=self._config.on_stats)
+        self._resumption = Resumption(
+            Reader(self._repository),
+            self._coordinator,
+            self._items,
+            self._progress,
+            self._ledger,
+            branch=self._start.branch,
+            with_rng=rng,
+        )
         if self._start.resumed is not None:
-            self._take_over(self._repository.read_commit(self._start.resumed))
-        self._fork = self._resumed if self._start.forks else None
-        self._ledger = Ledger(on_error=on_error, on_stats=self._config.on_stats, resumed=self._resumed)
+            self._resumption.take_over(self._repository.read_commit(self._start.resumed))
+        self._fork = self.resumed if self._start.forks else None
         self._saver = Saver(
             self._repository,
             self._settings(spec),
@@ -224,105 +214,32 @@ class CheckpointManager:
         sampler = self._items.sampler
         if sampler is not None and sampler is obj:
             # A weak reference: the sampler may outlive the manager, and must not keep it.
-            sampler.on_first_index = _weakly(self._on_first_index)
-        if self._resume is not None and name in self._resume.source.names:
-            try:
-                self._restore_or_fall_back(name)
-            except BaseException:
-                self._items.remove(name)  # The next one of that name is a first one, and restored.
-                raise
-        elif self._resume is not None:
-            _log.info("commit %s has no item %r: it starts as it is", self._resume.source.commit.id, name)
+            sampler.on_first_index = _weakly(self._resumption.first_index)
+        try:
+            self._resumption.restore(name)
+        except BaseException:
+            self._items.remove(name)  # The next one of that name is a first one, and restored.
+            raise
 
     def unregister(self, name: str) -> None:
         """Leave an item out of later commits. Raises: StateError."""
         self._items.remove(name)
-        if self._resume is not None and name in self._resume.deferred:
-            self._resume.deferred.remove(name)
+        self._resumption.forget(name)
 
     @property
     def config(self) -> HyperConfig:
         """Hyper-parameters of this run; assign a mapping. A resume never overwrites what was assigned."""
         if self._hyper is None:
-            self._hyper = HyperConfig(self._resumed.config if self._resumed is not None else {})
+            self._hyper = HyperConfig(self.resumed.config if self.resumed is not None else {})
         return self._hyper
 
     def _set_config(self, value: Any) -> None:
         self._hyper = value if isinstance(value, HyperConfig) else HyperConfig(value)
-        if self._resumed is not None and self._hyper != HyperConfig(self._resumed.config):
-            _log.warning(
-                "the configuration differs from that of commit %s: %s",
-                self._resumed.id,
-                HyperConfig(self._resumed.config).diff(self._hyper),
-            )
+        resumed = self.resumed
+        if resumed is not None and self._hyper != HyperConfig(resumed.config):
+            _log.warning("the configuration differs from that of commit %s: %s", resumed.id, HyperConfig(resumed.config).diff(self._hyper))
 
     # -- resuming ----------------------------------------------------------------------------------------------------
-
-    def _take_over(self, commit: Commit) -> None:
-        source = self._open(commit)
-        self._resumed = commit
-        self._resume = _Resume(source, rng_pending=self._with_rng and source.has_rng, entered=commit.entered)
-        self._progress.resume(commit)
-        self._report = self._resume_report = LoadReport(commit=commit.id, rng_exact=False)
-        if self._with_rng and not source.has_rng:
-            self._resume_report.notes.append("the commit holds no random streams: it was saved with rng=False")
-
-    def _open(self, commit: Commit) -> Source:
-        return Source(self._reader, commit, rank=self._coordinator.rank, world_size=self._coordinator.world_size)
-
-    def _restore_or_fall_back(self, name: str) -> None:
-        """Restore an item; where its bytes are damaged, restore everything from the next older commit instead."""
-        resume = self._resume
-        assert resume is not None
-        try:
-            self._restore_one(name)
-        except IntegrityError as exc:
-            if self._coordinator.world_size > 1:
-                # Registering is no agreement: the first call that is one finds the commit that all ranks can read.
-                _log.error("commit %s is damaged: %s", resume.source.commit.id, exc)
-                self._damage = str(exc)
-                return
-            self._pass_over(resume.source.commit, str(exc))
-            self._fall_back()
-
-    def _pass_over(self, commit: Commit, damage: str) -> None:
-        _log.error("commit %s is damaged: %s", commit.id, damage)
-        self._repository.mark(commit.id, "damaged", why=damage)
-
-    def _fall_back(self) -> None:
-        """Go to the newest commit that is whole in its bytes too, and restore everything registered from it."""
-        while True:
-            commit = newest_whole(self._repository, self._start.branch)
-            if commit is None:
-                raise IntegrityError(f"branch {self._start.branch!r} has no whole commit left; `syckpt verify` says what is damaged")
-            try:
-                self._restore_all_from(commit)
-                return
-            except IntegrityError as exc:
-                self._pass_over(commit, str(exc))
-
-    def _restore_all_from(self, commit: Commit) -> None:
-        """Resume from another commit than before. Raises: IntegrityError."""
-        self._take_over(commit)
-        self._ledger.resumed = commit
-        _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
-        for name in self._items.names():
-            if self._resume is not None and name in self._resume.source.names:
-                self._restore_one(name)
-
-    def _restore_one(self, name: str) -> None:
-        resume = self._resume
-        assert resume is not None
-        if self._items.needs_modules(name, resume.source.node(name)):
-            resume.deferred.append(name)
-            return
-        self._items.restore(name, resume.source)
-        for waiting in [n for n in resume.deferred if not self._items.needs_modules(n, resume.source.node(n))]:
-            resume.deferred.remove(waiting)
-            self._items.restore(waiting, resume.source)
-        self._resume_report.resharded = sorted(set(resume.source.resharded))
-        self._resume_report.per_rank = list(resume.source.per_rank)
-        self._resume_report.bytes_read = resume.source.bytes_read
 
     def _begin(self) -> None:
         """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
@@ -330,66 +247,39 @@ class CheckpointManager:
             raise StateError("this manager is closed; make another one")
         self._saver.require_own_process()
         if self._opened:
-            self._settle_resume()
+            self._resumption.settle()
             return
         hold = self._agree_to_begin()
-        if self._resume is not None:
-            unused = sorted(self._resume.source.names - set(self._items.names()))
-            self._resume_report.unexpected += unused
-            if unused:
-                _log.info("commit %s also has %s, which this script does not register", self._resume.source.commit.id, ", ".join(unused))
+        self._resumption.finish()
         self._saver.open(hold)
         self._opened = True
 
     def _agree_to_begin(self) -> Hold:
         """Settle the resume on all ranks and take the branch."""
+        resumption = self._resumption
         while True:
             error: Exception | None = None
             try:
-                self._settle_resume()
+                resumption.settle()
             except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
                 error = exc
-            verdict = self._coordinator.agree("the first call of a manager", {"damage": self._damage}, self._decide_to_begin, error=error)
+            mine = {"damage": resumption.damage}
+            verdict = self._coordinator.agree("the first call of a manager", mine, self._decide_to_begin, error=error)
             if verdict["resume"] is None:
                 return Hold(**verdict["hold"])
-            self._damage = None
             try:
-                self._restore_all_from(self._repository.read_commit(verdict["resume"]))
+                resumption.restore_all_from(self._repository.read_commit(verdict["resume"]))
             except IntegrityError as exc:
-                self._damage = str(exc)
+                resumption.damage = str(exc)
 
     def _decide_to_begin(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Rank 0: an older commit for all, if any rank met damage; else the branch is taken."""
-        damage = [f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]]
-        if damage and self._resumed is not None:
-            self._pass_over(self._resumed, "; ".join(damage))
-            older = newest_whole(self._repository, self._start.branch)
-            if older is None:
-                raise IntegrityError(f"branch {self._start.branch!r} has no whole commit left: {damage[0]}")
+        older = self._resumption.older([f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]])
+        if older is not None:
             return {"resume": older.id}
         hold = open_for_writing(self._repository, self._start, fork=self._fork, expected=self._start.tip)
         receipts.discard(self._repository, hold.branch)
         return {"resume": None, "hold": asdict(hold)}
-
-    def _settle_resume(self) -> None:
-        """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""
-        while (resume := self._resume) is not None and self._damage is None:
-            try:
-                # `restore` names what is missing; what is put right is tried again.
-                while resume.deferred:
-                    self._items.restore(resume.deferred[0], resume.source)
-                    del resume.deferred[0]
-                if resume.rng_pending and resume.source.same_size:
-                    resume.source.rng()
-                return
-            except IntegrityError as exc:
-                if self._opened:
-                    raise
-                if self._coordinator.world_size > 1:
-                    self._damage = str(exc)
-                    return
-                self._pass_over(resume.source.commit, str(exc))
-                self._fall_back()
 
     def restore(self) -> LoadReport:
         """Restore the random streams now and return the report of the resume.
@@ -398,63 +288,18 @@ class CheckpointManager:
         again, after the DataLoader's iterator exists (making it draws a base seed). Call it in scripts that use neither.
         """
         self._begin()
-        if self._resume is not None and self._resume.rng_pending:
-            self._restore_rng(self._resume)
-            self._resume.rng_early = True
-        return self._resume_report
-
-    def _restore_rng(self, resume: _Resume) -> None:
-        if not self._with_rng or not resume.source.has_rng:
-            return
-        notes = self._set_streams(resume)
-        if resume.rng_pending:
-            self._resume_report.rng_exact = not notes
-            self._resume_report.notes += notes
-        resume.rng_pending = resume.rng_early = False
-
-    def _set_streams(self, resume: _Resume) -> list[str]:
-        """Restore the streams, or, on another number of ranks, derive new ones; return what is not as it was."""
-        source, world_size = resume.source, self._coordinator.world_size
-        if source.same_size:
-            return streams.restore(source.rng())
-        streams.derive(self._seed_text(source))
-        return [f"saved by {source.commit.world_size} ranks, resumed on {world_size}: random streams are derived anew, one for each rank"]
-
-    def _on_first_index(self) -> None:
-        """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
-        resume, sampler = self._resume, self._items.sampler
-        if resume is not None and self._progress.at_resume:
-            if resume.entered:
-                self._restore_rng(resume)
-            self._judge(resume, sampler.loader if sampler is not None else None)
-        self._progress.entered = True
-
-    def _judge(self, resume: _Resume, loader: Any) -> None:
-        """Report what makes this epoch differ from the one that was cut off; `loader` is a DataLoader, or a sampler's facts about one."""
-        if getattr(loader, "num_workers", 0) == 0:
-            return
-        lived_on = loader.persistent_workers and resume.source.commit.step > 0
-        if lived_on and not self._progress.counts_batches:
-            self._inexact("a loader with persistent_workers draws a seed at its first epoch only: iterate with ckpt.batches(loader)")
-        if (resume.entered or lived_on) and not is_seeded(loader.dataset):
-            self._inexact("the loader's workers may draw random numbers of their own: wrap the dataset in syckpt.dataloader.seeded()")
-
-    def _inexact(self, why: str) -> None:
-        report = self._resume_report
-        report.rng_exact = False
-        if why not in report.notes:
-            _log.warning("this resume may differ from an uninterrupted run: %s", why)
-            report.notes.append(why)
+        self._resumption.restore_streams()
+        return self._resumption.report
 
     @property
     def resumed(self) -> Commit | None:
         """The commit that this manager goes on from, or None."""
-        return self._resumed
+        return self._resumption.commit
 
     @property
     def last_report(self) -> LoadReport:
         """What the last load, or the resume, did and did not do."""
-        return self._report
+        return self._report or self._resumption.report
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
@@ -491,7 +336,7 @@ class CheckpointManager:
             if epochs is not None and epoch >= epochs:
                 return
             self._progress.enter(epoch, self._items.sampler)
-            self._restore_rng_of_epoch()
+            self._resumption.begin_epoch()
             yield epoch
             self._progress.leave()
 
@@ -502,7 +347,7 @@ class CheckpointManager:
         """
         self._begin()
         self._progress.count_by("step_up")
-        if self._resume is not None and self._resume.rng_pending:
+        if self._resumption.streams_pending:
             raise StateError(
                 "a step was made before the random streams of the resumed commit were restored: iterate with ckpt.loop() or"
                 " ckpt.batches(), or call ckpt.restore() before the first draw"
@@ -521,7 +366,7 @@ class CheckpointManager:
             raise StateError(f"accumulate={accumulate!r}: expected a number of batches, at least 1")
         # An epoch that is entered again makes its steps where they would have been.
         done = self._progress.batch_idx if self._progress.at_resume else 0
-        iterator = self._iterate(loader)
+        iterator = self._resumption.iterate(loader)
         self._progress.entered = True
         for number, batch in enumerate(iterator, start=done + 1):
             at_boundary = number % accumulate == 0
@@ -530,30 +375,6 @@ class CheckpointManager:
             if at_boundary:
                 self._after_step(1)
         self._progress.entered = False
-
-    def _restore_rng_of_epoch(self) -> None:
-        """Where the resumed commit stands before its epoch's first draw: restore the streams, once."""
-        resume = self._resume
-        if resume is not None and not resume.entered and (resume.rng_pending or (resume.rng_early and self._progress.at_resume)):
-            self._restore_rng(resume)
-
-    def _iterate(self, loader: Any) -> Iterator[Any]:
-        """Make the loader's iterator, which draws a seed, so that the streams are behind it what they were in the run that was cut off."""
-        self._restore_rng_of_epoch()
-        resume = self._resume
-        if resume is None or not self._progress.at_resume:
-            return iter(loader)
-        # That run had made its persistent iterator, and its draw, in its first epoch.
-        made_before = getattr(loader, "persistent_workers", False) and resume.source.commit.step > 0
-        before = streams.capture() if made_before and not resume.entered else None
-        iterator: Iterator[Any] = iter(loader)
-        if resume.entered:
-            self._restore_rng(resume)
-        elif before is not None:
-            streams.restore(before)
-        self._judge(resume, loader)
-        self._progress.at_resume = False
-        return iterator
 
     def _after_step(self, steps: int) -> None:
         self._saver.pump()
@@ -644,7 +465,7 @@ class CheckpointManager:
             "name": checkpoint_id,
             "config": nodes.encode(config.to_dict()),
             "fingerprint": verdict["id"][:8],
-            "rng_exact": self._is_rng_exact(),
+            "rng_exact": self._resumption.is_exact,
             "sequence": self._sequence,
             "created_ns": str(time.time_ns()),
             "writer": f"syckpt {__version__}",
@@ -679,7 +500,7 @@ class CheckpointManager:
             values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
             # In order of names, whatever the order of registration: the same state, the same manifest.
             values = dict(sorted(values.items()))
-            flat = flatten({**values, _RNG: self._rng_now()} if self._with_rng else values)
+            flat = flatten({**values, _RNG: self._resumption.streams_now()} if self._with_rng else values)
             rng = flat.nodes.pop(_RNG, None)
             if self._coordinator.world_size == 1:
                 return _Capture(flat, rng, Facts([], [], ""), "", score), None
@@ -720,23 +541,6 @@ class CheckpointManager:
             "same_schema": len({value["schema"] for value in values}) == 1,
             "same_replicas": len({value["replicas"] for value in values}) == 1,
         }
-
-    def _seed_text(self, source: Source) -> str:
-        """Return what this rank's streams are derived from where a commit of another number of ranks is resumed."""
-        return f"{source.commit.id} rank {self._coordinator.rank} of {self._coordinator.world_size}"
-
-    def _rng_now(self) -> dict[str, Any]:
-        """Return the streams as a resume from here has to find them: while they wait to be restored, those that will be."""
-        resume = self._resume
-        if resume is None or not resume.rng_pending:
-            return streams.capture()
-        return resume.source.rng() if resume.source.same_size else streams.derived(self._seed_text(resume.source))
-
-    def _is_rng_exact(self) -> bool:
-        resume = self._resume
-        if resume is not None and resume.rng_pending:
-            return resume.source.same_size
-        return resume is None or self._resume_report.rng_exact
 
     def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
         taken = [("names", name, "commit")] if name is not None else []
@@ -836,7 +640,7 @@ class CheckpointManager:
         for dry in (True,) if dry_run else (True, False):
             error: Exception | None = None
             try:
-                source = source or self._open(commit)
+                source = source or self._resumption.open(commit)
                 values, report = loading.read(source, targets, **how, dry_run=dry)
             except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
                 error = exc

@@ -1,0 +1,275 @@
+"""What a manager goes on from: the commit, the items restored from it, and the random streams, which come last.
+
+Items are restored as they are registered. Where their bytes are damaged, everything is restored again from the next older commit: in one
+process at once; on several ranks registering is no agreement, so the damage is kept until the first call that is one.
+
+Streams are restored at the moment at which the run that was cut off had them: before an epoch's first draw, or, in an epoch that is entered
+again, after the DataLoader's iterator exists, since making it draws a base seed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from syckpt.checkpoint.items import Items
+from syckpt.checkpoint.ledger import Ledger
+from syckpt.checkpoint.loader import LoadReport
+from syckpt.checkpoint.progress import Progress
+from syckpt.checkpoint.resume import newest_whole
+from syckpt.checkpoint.source import Source
+from syckpt.dataloader.seeded import is_seeded
+from syckpt.dist.coordinator import Coordinator
+from syckpt.errors import IntegrityError
+from syckpt.objects.commit import Commit
+from syckpt.repo.reader import Reader
+from syckpt.state import rng as streams
+
+__all__ = ["Resumption"]
+
+_log = logging.getLogger("syckpt")
+
+
+class Resumption:
+    """State and rules of one resume; `commit` is None for a fresh start."""
+
+    def __init__(
+        self, reader: Reader, coordinator: Coordinator, items: Items, progress: Progress, ledger: Ledger, *, branch: str, with_rng: bool
+    ) -> None:
+        self._reader = reader
+        self._coordinator = coordinator
+        self._items = items
+        self._progress = progress
+        self._ledger = ledger
+        self._branch = branch
+        self._with_rng = with_rng
+        self._source: Source | None = None
+        self._deferred: list[str] = []
+        """Optimizers that wait for the modules of their parameters."""
+        self._settled = False
+        self._early = False
+        """The streams were restored on demand; what is drawn before the first epoch is entered again must not count."""
+        self.streams_pending = False
+        """Whether the commit's streams are still to be restored."""
+        self.damage: str | None = None
+        """What kept this rank from reading the commit, until all ranks take an older one."""
+        self.report = LoadReport()
+
+    @property
+    def commit(self) -> Commit | None:
+        """The commit that is gone on from."""
+        return None if self._source is None else self._source.commit
+
+    def open(self, commit: Commit) -> Source:
+        """Open any commit for this rank."""
+        return Source(self._reader, commit, rank=self._coordinator.rank, world_size=self._coordinator.world_size)
+
+    def take_over(self, commit: Commit) -> None:
+        """Go on from a commit: its counters now, its items as they are registered."""
+        self._source = source = self.open(commit)
+        self._deferred, self._early, self.damage = [], False, None
+        self.streams_pending = self._with_rng and source.has_rng
+        self._progress.resume(commit)
+        self._ledger.resumed = commit
+        self.report = LoadReport(commit=commit.id, rng_exact=False)
+        if self._with_rng and not source.has_rng:
+            self.report.notes.append("the commit holds no random streams: it was saved with rng=False")
+
+    # -- items -------------------------------------------------------------------------------------------------------
+
+    def restore(self, name: str) -> None:
+        """Restore an item that was just registered, if the commit has it. Raises: StateError; IntegrityError (no commit is whole)."""
+        source = self._source
+        if source is None:
+            return
+        if name not in source.names:
+            _log.info("commit %s has no item %r: it starts as it is", source.commit.id, name)
+            return
+        try:
+            self._restore(name, source)
+        except IntegrityError as exc:
+            if self._coordinator.world_size > 1:
+                _log.error("commit %s is damaged: %s", source.commit.id, exc)
+                self.damage = str(exc)
+                return
+            self._pass_over(source.commit, str(exc))
+            self._fall_back()
+
+    def forget(self, name: str) -> None:
+        """An item was unregistered."""
+        if name in self._deferred:
+            self._deferred.remove(name)
+
+    def _restore(self, name: str, source: Source) -> None:
+        if self._items.needs_modules(name, source.node(name)):
+            self._deferred.append(name)
+            return
+        self._items.restore(name, source)
+        for waiting in [n for n in self._deferred if not self._items.needs_modules(n, source.node(n))]:
+            self._deferred.remove(waiting)
+            self._items.restore(waiting, source)
+        self._report_reads(source)
+
+    def _report_reads(self, source: Source) -> None:
+        self.report.resharded = sorted(set(source.resharded))
+        self.report.per_rank = list(source.per_rank)
+        self.report.bytes_read = source.bytes_read
+
+    def restore_all_from(self, commit: Commit) -> None:
+        """Go on from another commit than before. Raises: IntegrityError."""
+        self.take_over(commit)
+        _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
+        for name in self._items.names():
+            if self._source is not None and name in self._source.names:
+                self._restore(name, self._source)
+
+    def settle(self) -> None:
+        """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""
+        while (source := self._source) is not None and self.damage is None:
+            try:
+                # Restoring names what is missing; what is put right is tried again.
+                while self._deferred:
+                    self._items.restore(self._deferred[0], source)
+                    del self._deferred[0]
+                    self._report_reads(source)
+                if self.streams_pending and source.same_size:
+                    source.rng()
+                return
+            except IntegrityError as exc:
+                if self._settled:
+                    raise
+                if self._coordinator.world_size > 1:
+                    self.damage = str(exc)
+                    return
+                self._pass_over(source.commit, str(exc))
+                self._fall_back()
+
+    def older(self, damage: Sequence[str]) -> Commit | None:
+        """Rank 0: mark the commit that ranks could not read, and return the one before it; None where there was no damage."""
+        commit = self.commit
+        if not damage or commit is None:
+            return None
+        self._pass_over(commit, "; ".join(damage))
+        return self._newest_whole()
+
+    def finish(self) -> None:
+        """The branch is taken: no other commit is resumed any more. Report what the script does not register."""
+        self._settled = True
+        if self._source is not None:
+            unused = sorted(self._source.names - set(self._items.names()))
+            self.report.unexpected += unused
+            if unused:
+                _log.info("commit %s also has %s, which this script does not register", self._source.commit.id, ", ".join(unused))
+
+    def _pass_over(self, commit: Commit, damage: str) -> None:
+        _log.error("commit %s is damaged: %s", commit.id, damage)
+        self._reader.repository.mark(commit.id, "damaged", why=damage)
+
+    def _newest_whole(self) -> Commit:
+        commit = newest_whole(self._reader.repository, self._branch)
+        if commit is None:
+            raise IntegrityError(f"branch {self._branch!r} has no whole commit left; `syckpt verify` says what is damaged")
+        return commit
+
+    def _fall_back(self) -> None:
+        """Go to the newest commit that is whole in its bytes too, and restore everything registered from it."""
+        while True:
+            commit = self._newest_whole()
+            try:
+                self.restore_all_from(commit)
+                return
+            except IntegrityError as exc:
+                self._pass_over(commit, str(exc))
+
+    # -- random streams ----------------------------------------------------------------------------------------------
+
+    def restore_streams(self) -> None:
+        """Restore the streams now, whatever the script does next."""
+        if self._source is not None and self.streams_pending:
+            self._set_streams(self._source)
+            self._early = True
+
+    def begin_epoch(self) -> None:
+        """Where the commit stands before its epoch's first draw: restore the streams, once."""
+        source = self._source
+        if source is None or source.commit.entered:
+            return
+        if self.streams_pending or (self._early and self._progress.at_resume):
+            self._set_streams(source)
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Make a loader's iterator, which draws a seed, so that the streams are behind it what they were in the run that was cut off."""
+        self.begin_epoch()
+        source = self._source
+        if source is None or not self._progress.at_resume:
+            return iter(loader)
+        # That run had made its persistent iterator, and its draw, in its first epoch.
+        made_before = getattr(loader, "persistent_workers", False) and source.commit.step > 0
+        before = streams.capture() if made_before and not source.commit.entered else None
+        iterator: Iterator[Any] = iter(loader)
+        if source.commit.entered:
+            self._set_streams(source)
+        elif before is not None:
+            streams.restore(before)
+        self._judge(source, loader)
+        self._progress.at_resume = False
+        return iterator
+
+    def first_index(self) -> None:
+        """The sampler's iteration begins: the DataLoader's iterator exists, and has drawn its seed."""
+        source, sampler = self._source, self._items.sampler
+        if source is not None and self._progress.at_resume:
+            if source.commit.entered:
+                self._set_streams(source)
+            self._judge(source, sampler.loader if sampler is not None else None)
+        self._progress.entered = True
+
+    def streams_now(self) -> dict[str, Any]:
+        """Return the streams as a resume from here has to find them: while they wait to be restored, those that will be."""
+        source = self._source
+        if source is None or not self.streams_pending:
+            return streams.capture()
+        return source.rng() if source.same_size else streams.derived(self._seed_text(source))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is saved now continues the streams of an uninterrupted run."""
+        if self._source is not None and self.streams_pending:
+            return self._source.same_size
+        return self._source is None or self.report.rng_exact
+
+    def _seed_text(self, source: Source) -> str:
+        """Return what this rank's streams are derived from where a commit of another number of ranks is resumed."""
+        return f"{source.commit.id} rank {self._coordinator.rank} of {self._coordinator.world_size}"
+
+    def _set_streams(self, source: Source) -> None:
+        """Restore the streams, or, on another number of ranks, derive new ones."""
+        if not self._with_rng or not source.has_rng:
+            return
+        if source.same_size:
+            notes = streams.restore(source.rng())
+        else:
+            streams.derive(self._seed_text(source))
+            here, there = self._coordinator.world_size, source.commit.world_size
+            notes = [f"saved by {there} ranks, resumed on {here}: random streams are derived anew, one for each rank"]
+        if self.streams_pending:
+            self.report.rng_exact = not notes
+            self.report.notes += notes
+        self.streams_pending = self._early = False
+
+    def _judge(self, source: Source, loader: Any) -> None:
+        """Report what makes this epoch differ from the one that was cut off; `loader` is a DataLoader, or a sampler's facts about one."""
+        if getattr(loader, "num_workers", 0) == 0:
+            return
+        lived_on = loader.persistent_workers and source.commit.step > 0
+        if lived_on and not self._progress.counts_batches:
+            self._inexact("a loader with persistent_workers draws a seed at its first epoch only: iterate with ckpt.batches(loader)")
+        if (source.commit.entered or lived_on) and not is_seeded(loader.dataset):
+            self._inexact("the loader's workers may draw random numbers of their own: wrap the dataset in syckpt.dataloader.seeded()")
+
+    def _inexact(self, why: str) -> None:
+        self.report.rng_exact = False
+        if why not in self.report.notes:
+            _log.warning("this resume may differ from an uninterrupted run: %s", why)
+            self.report.notes.append(why)
