@@ -140,6 +140,9 @@ def _entry(fields: Fields, path: Any, name: Any, shape: Any, box: Any, digest: A
     # Interned columns: a manifest of 10,000 tensors repeats a few dtypes; dtype() raises FormatError for unknown ones.
     try:
         whole = _sizes(shape)
-        return Entry(_path(path), dtype(name).name, whole, _box(box, whole), _address(digest))
+        entry = Entry(_path(path), dtype(name).name, whole, _box(box, whole), _address(digest))
+        if entry.box is not None and not entry.address:
+            raise ValueError("a box without an address")
+        return entry
     except (ValueError, TypeError, AttributeError) as exc:
         return fields.fail(f"tensor {str(path)[:80]}: {exc}")  # type: ignore[no-any-return]

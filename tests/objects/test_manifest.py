@@ -115,7 +115,8 @@ HUGE = 2**53 - 1
         {"box": [7, None]},
         {"box": [{"a": 1, "b": 2}, None]},
         {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", "AAAA"]},
-        {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", None]},
+        {"address": [None, "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"]},  # a box that nobody stores
+        {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8", 0]},
         {"address": ["AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh9", "A" * 43]},  # a bit beyond the digest
         {"address": ["ä" * 43, "A" * 43]},
         {"rank": -1},
