@@ -49,6 +49,17 @@ def _refuse_mixture(name: str, source: Source) -> None:
         )
 
 
+def _refuse_other_kind(name: str, item: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Another algorithm's state would be taken, and fail at the first step. A newer torch only adds hyper-parameters."""
+    known = {key for group in saved["param_groups"] for key in group} - {"params", "initial_lr"}
+    live = {key for group in item.param_groups for key in group} - {"params", "initial_lr"}
+    if known - live and live - known:
+        raise StateError(
+            f"item {name!r} is a {type(item).__name__} with {', '.join(sorted(live - known))}; the commit's optimizer has"
+            f" {', '.join(sorted(known - live))} instead: it is of another kind. Use that one, or register this one under another name"
+        )
+
+
 class Items:
     """The registered objects and values, by name."""
 
@@ -134,6 +145,7 @@ class Items:
         # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet. What belongs to a sharded parameter is
         # read in its layout.
         saved = _read(source, {name: self._sharded_state(source, name, item)})[name]
+        _refuse_other_kind(name, item, saved)
         if not _is_named(source.node(name)):
             by_parameter.load_exact(item, saved)
             return

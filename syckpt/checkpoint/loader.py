@@ -155,7 +155,10 @@ def _problems(commit: Commit, report: LoadReport) -> str:
     for title, paths in groups:
         if paths:
             lines.append(f"  {len(paths)} {title}: " + "; ".join(paths[:20]) + (f"; and {len(paths) - 20} more" if len(paths) > 20 else ""))
-    lines.append("  load with strict=False to take what fits, or cast=True to convert dtypes; to start afresh use another branch=...")
+    lines.append(
+        "  ckpt.load(rev, into=..., strict=False) takes what fits, cast=True converts dtypes; to start afresh make the manager with"
+        " auto_resume=False or run_mode='overwrite', or give it another directory"
+    )
     return "\n".join(lines)
 
 

@@ -79,6 +79,8 @@ class _Capture:
     facts: Facts
     replicas: str
     metric: float | None
+    registered: bool
+    """Whether it is the registered items, not a payload."""
 
 
 class CheckpointManager:
@@ -451,6 +453,12 @@ class CheckpointManager:
             self._sharing.share(capture.flat, capture.facts, own=_RNG, **same, at=f"step {self.step}") if several else whole(capture.flat)
         )
         done = self._progress.epoch_done(self._items.sampler, epoch_end)
+        if done and epoch_end is None and self._items.sampler is None and self._progress.counts_batches and self._progress.entered:
+            _log.warning(
+                "save in the middle of epoch %d without a registered sampler: a resume goes on with the next epoch; register a"
+                " StatefulRandomSampler to go on inside of it, or save with epoch_end=False to start it over",
+                self.epoch,
+            )
         config = self.config
         config.freeze()
         meta = {
@@ -480,7 +488,10 @@ class CheckpointManager:
             started=started,
         )
         self._sequence += 1
-        self._progress.saved(done=done, metric=capture.metric)
+        if capture.registered:
+            self._progress.saved(done=done, metric=capture.metric)
+        else:
+            self._progress.metric = capture.metric  # The registered items are as unsaved as before.
         self._ledger.announce(pending, name=checkpoint_id, tags=tags)
         if wait or not self._async_save:
             try:
@@ -503,9 +514,9 @@ class CheckpointManager:
             flat = flatten({**values, _RNG: self._resumption.streams_now()} if self._with_rng else values)
             rng = flat.nodes.pop(_RNG, None)
             if self._coordinator.world_size == 1:
-                return _Capture(flat, rng, Facts([], [], ""), "", score), None
+                return _Capture(flat, rng, Facts([], [], ""), "", score, payload is None), None
             facts = self._sharing.facts(flat, _RNG)
-            return _Capture(flat, rng, facts, self._sharing.replicas(flat, facts, _RNG), score), None
+            return _Capture(flat, rng, facts, self._sharing.replicas(flat, facts, _RNG), score, payload is None), None
         except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
             return None, exc
 

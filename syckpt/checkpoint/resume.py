@@ -67,7 +67,8 @@ def _lost(repository: Repository, branch: str) -> list[str]:
 def _why(repository: Repository, commit: str) -> str:
     key = f"objects/{commit}.damaged"
     try:
-        return f"{key} says {documents.read(repository.store, key, kind='mark')[0].get('why')}"
+        why = documents.read(repository.store, key, kind="mark")[0].get("why")
+        return f"{key} says {why}; delete that file if `syckpt verify {commit}` finds the commit whole again"
     except (IntegrityError, NotFoundError):
         return f"{key} does not say why"
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from syckpt.checkpoint.items import Items
+from syckpt.checkpoint.items import Items, is_stateful
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Progress
@@ -84,7 +84,10 @@ class Resumption:
         if source is None:
             return
         if name not in source.names:
-            _log.info("commit %s has no item %r: it starts as it is", source.commit.id, name)
+            self.report.missing.append(name)
+            level = logging.WARNING if is_stateful(self._items[name]) else logging.INFO
+            there = ", ".join(sorted(source.names))
+            _log.log(level, "commit %s has no item %r: it starts as it is (the commit has %s)", source.commit.id, name, there)
             return
         try:
             self._restore(name, source)

@@ -3,7 +3,7 @@
 A sharded tensor is stored box by box, by ranks that hold them; a replicated one once. Owners are balanced by bytes, and every rank
 computes the same ones from the structure that all have. Where ranks have different keys (pipeline or expert parallelism), the owner
 follows from path and box alone. Replicas are compared by digests that travel with the save; a tensor that differs between ranks is stored
-by each.
+by each. The digests see all of a tensor up to 64 KiB and a sample of a larger one: a difference outside of the sample is not seen.
 """
 
 from __future__ import annotations

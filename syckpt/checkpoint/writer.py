@@ -1,9 +1,8 @@
 """The writer: one long-lived, torch-free process a rank, which turns staged memory into commits.
 
-Run by the trainer as `python -m syckpt.checkpoint.writer SOCKET_FD PIDFD`. It has a session of its own, since launchers kill process
-groups, and ignores SIGINT, SIGTERM and SIGHUP: what was handed over completes, also when the trainer is killed. It ends when the
-trainer says so or is gone, after the last save in hand. It sees its trainer end by a pidfd, not by the socket: forked DataLoader workers
-inherit the socket.
+Run by the trainer with `SOCKET_FD PIDFD`. It has a session of its own, since launchers kill process groups, and ignores SIGINT, SIGTERM
+and SIGHUP: what was handed over completes, also when the trainer is killed. It ends when the trainer says so or is gone, after the last
+save in hand. It sees its trainer end by a pidfd, not by the socket: forked DataLoader workers inherit the socket.
 """
 
 from __future__ import annotations

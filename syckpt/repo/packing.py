@@ -8,6 +8,7 @@ scratch file, never synced: reading them back costs a tenth of decoding. Whateve
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from syckpt import codecs
@@ -34,6 +35,7 @@ from syckpt.stores.base import Sink
 
 __all__ = ["Packed", "Packer", "Staged"]
 
+_log = logging.getLogger("syckpt")
 _MAX_HEADER_NBYTES = 100_000_000
 _AHEAD_NBYTES = 16 * BLOCK_NBYTES
 
@@ -210,7 +212,11 @@ class Packer:
         view = _View(parent.id)
         if self._rank not in dict(parent.manifests):
             return view
-        snapshot = self._reader.snapshot(parent, self._rank)
+        try:
+            snapshot = self._reader.snapshot(parent, self._rank)
+        except IntegrityError as exc:
+            _log.error("%s; this save points to nothing of it", exc)
+            return view
         self._learn(view, snapshot.locations, snapshot.manifest.distinct())
         keyframe, age = snapshot.locations.keyframe
         try:
@@ -303,9 +309,20 @@ class Packer:
             while nbytes > _AHEAD_NBYTES:
                 done, futures = ahead.popleft()
                 nbytes -= len(done.raw)
-                yield done, [future.result() for future in futures]
+                yield self._encoded(done, futures)
         for job, futures in ahead:
-            yield job, [future.result() for future in futures]
+            yield self._encoded(job, futures)
+
+    def _encoded(self, job: _Job, futures: Sequence[Future[bytes]]) -> tuple[_Job, list[bytes]]:
+        """Return a job's blocks; where its base turns out to be damaged, the tensor is stored on its own, and is the next base."""
+        try:
+            return job, [future.result() for future in futures]
+        except (IntegrityError, NotFoundError) as exc:
+            if job.base is None:
+                raise
+            _log.error("%s; %s is stored without it", exc, job.entry.path)
+            alone = replace(job, base=None)
+            return alone, [self._encode_block(alone, block, index) for index, block in enumerate(_blocks(job.raw, 0, len(job.raw)))]
 
     def _encode_block(self, job: _Job, block: memoryview, index: int) -> bytes:
         base = None if job.base is None else self._base_block(job.base, index, len(block))

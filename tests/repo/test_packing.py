@@ -361,3 +361,22 @@ def test_memory_stores_and_directories_hold_the_same_bytes(make_desk, tmp_path):
         commit = desk.save({"w": noise(1000, 1), "v": noise(300_000, 2)})
         blobs.append(desk.store.get(f"objects/{commit.id}/r00000.safetensors"))
     assert blobs[0] == blobs[1]
+
+
+def test_a_damaged_base_does_not_keep_later_saves_from_being_made(make_desk):
+    first = make_desk()
+    first.open()
+    moving = noise(3000, 1)
+    keyframe = first.save({"moving": moving})
+    first.save({"moving": nudged(moving, 1)})
+    key = rows_of(first, keyframe).blobs[0].key
+    data = bytearray(first.store.get(key))
+    data[-100] ^= 1
+    first.store.replace(key, data)
+    second = make_desk(first.store)
+    second.open()
+    for step in (2, 3):
+        state = {"moving": nudged(moving, step)}
+        commit = second.save(state)
+        assert second.load(commit) == {"moving": state["moving"].tobytes()}
+    assert rows_of(second, commit).rows[0].base is not None
