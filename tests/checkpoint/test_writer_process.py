@@ -478,7 +478,9 @@ def test_no_process_and_no_memory_outlives_a_killed_trainer(
     # The pipes are at their end: nobody is left who inherited them, so the slots, files without a name, are gone with their holders.
     status, out, err = run.end()
     assert (status, out, err) == (-signal.SIGKILL, "", "")
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    # Other tests' loaders run beside this one, and torch names its files by process.
+    new = set(os.listdir("/dev/shm")) - shared_memory
+    assert [name for name in new if not name.startswith("torch_") or f"_{run.popen.pid}_" in name] == []
     assert tip_of(tmp_path / "run") == commit
     assert leases.read(Repository.open(parse_root(tmp_path / "run")), "main") is None
 

@@ -189,7 +189,7 @@ def count_bytes(root: str) -> dict[str, Any]:
     """Load one tensor of 130 MiB by rows, another of 16 MiB by columns; return what was asked of the byte store."""
     found = {}
     with manager(root, auto_resume=False) as ckpt:
-        store = ckpt._reader.repository.store
+        store = ckpt._repository.store
         readinto = store.readinto
         asked: list[tuple[str, int, int]] = []
 

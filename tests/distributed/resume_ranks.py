@@ -202,7 +202,7 @@ def loads(rank: int, root: str) -> dict[str, Any]:
         mismatch = outcome(lambda: ckpt.load("HEAD", into={"model": unfit}))
         dry = outcome(lambda: ckpt.load("HEAD", into={"model": unfit}, dry_run=True))
         untouched = all(torch.equal(before[name], value.to_local()) for name, value in live.items())
-        store = ckpt._reader.repository.store
+        store = ckpt._repository.store
         readinto = store.readinto
 
         def lying(key: str, buffer: Any, *, offset: int = 0) -> Any:
