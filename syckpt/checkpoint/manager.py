@@ -30,6 +30,7 @@ from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
 from syckpt.checkpoint.share import Facts, Sharing, whole
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.specs import Config
 from syckpt.checkpoint.start import Arguments, Start, agree_on_start, open_for_writing
 from syckpt.dist.coordinator import connect
 from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError, from_wire, to_wire
@@ -52,22 +53,6 @@ _RNG = "<rng>"  # no item can be called that
 # Of the public contract, not here yet: an item of such a name could not be reached any more.
 _NAMES_TO_COME = frozenset({"goto", "create_branch", "checkout_branch", "delete_branch", "list_branches", "tag", "diff", "similar"})
 _NAMES_TO_COME |= {"print_tree", "retain", "gc", "export_ckpt", "prewarm"}
-
-
-@dataclass(frozen=True)
-class Config:
-    """How commits are stored. `compression`: "fast" or "none"; at most `keyframe_every` commits share a keyframe."""
-
-    compression: Literal["fast", "none"] = "fast"
-    keyframe_every: int = 8
-    on_stats: Callable[[dict[str, Any]], None] | None = None
-    """Called with each durable save's figures, in the caller's thread, when it is next heard of."""
-
-    def __post_init__(self) -> None:
-        if self.compression not in ("fast", "none"):
-            raise StateError(f"compression={self.compression!r}: expected 'fast' or 'none'")
-        if type(self.keyframe_every) is not int or self.keyframe_every < 1:
-            raise StateError(f"keyframe_every={self.keyframe_every!r}: expected a number of commits, at least 1")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""How items are kept, as the caller states it once: specs by item name, and what holds for all saves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from syckpt.errors import StateError
+
+if TYPE_CHECKING:
+    from syckpt.objects.commit import Commit
+    from syckpt.reshard.resharder import Resharder
+    from syckpt.state.formats import SerializationFormat
+
+__all__ = ["Config", "ItemSpec", "LayoutInfo"]
+
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+
+
+@dataclass(frozen=True)
+class LayoutInfo:
+    """Under which logical file of a commit's tree an item stands, and in which format; `{rank}` is the only placeholder.
+
+    Presentation only: tensors inside are ordinary entries, stored once, delta-coded and resharded.
+    """
+
+    file_path: str
+    serialization_format: SerializationFormat
+
+    def __post_init__(self) -> None:
+        parts = self.file_path.split("/") if isinstance(self.file_path, str) else []
+        if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+            raise StateError(f"LayoutInfo({self.file_path!r}): expected a relative path without '.', '..' or empty parts")
+        unknown = set(_PLACEHOLDER.findall(self.file_path)) - {"{rank}"}
+        if unknown:
+            raise StateError(f"LayoutInfo({self.file_path!r}): {{rank}} is the only placeholder, found {', '.join(sorted(unknown))}")
+        if not all(hasattr(self.serialization_format, name) for name in ("name", "encode", "decode")):
+            raise StateError(
+                f"LayoutInfo({self.file_path!r}, {self.serialization_format!r}): expected a SerializationFormat such as"
+                " TorchSerialization()"
+            )
+
+    def path(self, rank: int) -> str:
+        """Return the logical path of a rank's file."""
+        return self.file_path.replace("{rank}", str(rank))
+
+
+@dataclass(frozen=True)
+class ItemSpec:
+    """How one item is kept.
+
+    `requires_copy=False`: the value is host memory and stays as it is until the save is durable, so it is not staged by a copy of ours
+    where that can be spared. `layout`: its logical file (None: the default one). `resharder`: maps it to another world size (None: tensors
+    by their boxes). `required=False`: a commit without it, or one that it does not fit, is reported and not an error.
+    `on_world_change`: what another number of ranks makes of an object that each rank had for itself: "raise", "mod" (rank r takes that of
+    r mod old size), "rank0".
+    """
+
+    requires_copy: bool = True
+    layout: LayoutInfo | None = None
+    resharder: Resharder | None = None
+    required: bool = True
+    on_world_change: Literal["raise", "mod", "rank0"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_world_change not in (None, "raise", "mod", "rank0"):
+            raise StateError(f"on_world_change={self.on_world_change!r}: expected 'raise', 'mod', 'rank0' or None")
+        if self.layout is not None and not isinstance(self.layout, LayoutInfo):
+            raise StateError(f"layout={self.layout!r}: expected LayoutInfo(file_path, serialization_format) or None")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How commits are stored and read.
+
+    `items`: specs by item name; `default`: that of all others (None: an item that is not listed is an error). `compression`: "fast" or
+    "none"; at most `keyframe_every` commits share a keyframe. `read="broadcast"`: values that all ranks need alike are read once and
+    broadcast. `check_replicas="full"`: replicas are compared by all of their bytes, not by a sample.
+    """
+
+    items: Mapping[str, ItemSpec] = field(default_factory=dict)
+    default: ItemSpec | None = field(default_factory=ItemSpec)
+    compression: Literal["fast", "none"] = "fast"
+    keyframe_every: int = 8
+    read: Literal["ranged", "broadcast"] = "ranged"
+    check_replicas: Literal["sampled", "full"] = "sampled"
+    pre_finalize_callback: Callable[[str], None] | None = None
+    """Called with the id of each save in the caller's thread, when its state is staged and before any of it can become visible; what it
+    raises gives the save up, on all ranks."""
+    finalize_callback: Callable[[Commit], None] | None = None
+    """Called with each durable commit, in the caller's thread, when it is next heard of."""
+    on_stats: Callable[[dict[str, Any]], None] | None = None
+    """Called with each durable save's figures, in the caller's thread, when it is next heard of."""
+
+    def __post_init__(self) -> None:
+        _one_of("compression", self.compression, ("fast", "none"))
+        _one_of("read", self.read, ("ranged", "broadcast"))
+        _one_of("check_replicas", self.check_replicas, ("sampled", "full"))
+        if type(self.keyframe_every) is not int or self.keyframe_every < 1:
+            raise StateError(f"keyframe_every={self.keyframe_every!r}: expected a number of commits, at least 1")
+        if not isinstance(self.items, Mapping):
+            raise StateError(f"items={self.items!r}: expected a mapping of item names to ItemSpec")
+        for name, spec in self.items.items():
+            if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+                raise StateError(f"items: {name!r} is not an item's name: letters, digits, - and _ only")
+            if not isinstance(spec, ItemSpec):
+                raise StateError(f"items[{name!r}]={spec!r}: expected an ItemSpec")
+        if self.default is not None and not isinstance(self.default, ItemSpec):
+            raise StateError(f"default={self.default!r}: expected an ItemSpec, or None for strict names")
+
+    def spec(self, name: str) -> ItemSpec:
+        """Return an item's spec. Raises: StateError for a name that is not listed where `default` is None."""
+        found = self.items.get(name, self.default)
+        if found is None:
+            raise StateError(
+                f"item {name!r} is not listed in Config.items and Config.default is None; listed: {', '.join(sorted(self.items)) or 'none'}"
+            )
+        return found
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
