@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
-from syckpt.checkpoint.loader import read
+from syckpt.checkpoint.loader import LoadReport, read
+from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.specs import Config
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects import ids, nodes
 from syckpt.objects.nodes import Node
+from syckpt.reshard.merge import named_parameters, without_parameters
+from syckpt.reshard.resharder import is_custom
 from syckpt.state import optimizer as by_parameter
-from syckpt.state.flatten import is_sharded
+from syckpt.state.flatten import is_sharded, refuse_tensor, tie_key
 
 __all__ = ["Items"]
 
@@ -35,18 +41,33 @@ def _is_named(node: Node) -> bool:
         return False
 
 
-def _read(source: Source, into: Mapping[str, Any]) -> dict[str, Any]:
-    return read(source, into)[0]
+def _with_parameters(state: Any, module: torch.nn.Module) -> Any:
+    """Return a module's state with the parameters that are trained in place of their detached views: so they can be told from the rest."""
+    if not isinstance(state, dict):
+        return state
+    live = {tie_key(parameter): parameter for parameter in module.parameters() if parameter.requires_grad and _has_bits(parameter)}
+    shown = copy.copy(state)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and _has_bits(value):
+            shown[key] = live.get(tie_key(value), value)
+    return shown
 
 
-def _refuse_mixture(name: str, source: Source) -> None:
-    """An object's state that ranks had each for themselves means nothing on another number of ranks; plain values are taken by rank."""
-    mine = [path for path in source.per_rank if path == name or path.startswith(f"{name}/")]
-    if mine:
-        raise StateError(
-            f"item {name!r} differed between the {source.commit.world_size} ranks that saved it ({', '.join(mine[:5])}), and this job has"
-            " another number of ranks: nothing says which of them belongs here. Resume on as many ranks, or leave the item out"
-        )
+def _template(module: torch.nn.Module) -> Any:
+    """Return a module's state as what is filled; a lazy one makes its parameters from what it loads."""
+    state = module.state_dict()
+    lazy = [key for key, value in state.items() if is_lazy(value)]
+    return {**state, **dict.fromkeys(lazy)} if lazy else state
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that a save can carry; the one that has not is refused there, by its path."""
+    return refuse_tensor(tensor) is None
+
+
+def _read(source: Source, name: str, live: Any, report: LoadReport | None = None, *, as_saved: bool = False) -> Any:
+    """Return an item's value, read into `live`, or (`as_saved`) as new: then `live` shows its types."""
+    return read(source, {name: live}, as_saved=as_saved, report=report, done={name: None})[0][name]
 
 
 def _refuse_other_kind(name: str, item: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -63,8 +84,10 @@ def _refuse_other_kind(name: str, item: torch.optim.Optimizer, saved: dict[str, 
 class Items:
     """The registered objects and values, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config | None = None) -> None:
         self._items: dict[str, Any] = {}
+        self.config = config or Config()
+        """How each item is kept."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._items
@@ -77,8 +100,9 @@ class Items:
         return list(self._items)
 
     def put(self, name: str, value: Any) -> None:
-        """Register or re-assign. Raises: StateError for a name that cannot be an item's."""
-        self._items[ids.check_item_name(name)] = value
+        """Register or re-assign. Raises: StateError for a name that cannot be an item's, or is not listed where it has to be."""
+        self.config.spec(ids.check_item_name(name))
+        self._items[name] = value
 
     def remove(self, name: str) -> None:
         """Forget an item. Raises: StateError."""
@@ -98,58 +122,135 @@ class Items:
         """Return every item's state; tensors are the live ones. An exception of an item's `state_dict` is the caller's."""
         return {name: self._state(item) for name, item in self._items.items()}
 
+    def capture_payload(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a save that is given its state. Raises: StateError as `put`."""
+        for name in payload:
+            self.config.spec(ids.check_item_name(name))
+        return dict(payload)
+
     def _state(self, item: Any) -> Any:
         if not is_stateful(item):
             return item
         state = item.state_dict()
+        if isinstance(item, torch.nn.Module):
+            return _with_parameters(state, item)
         if isinstance(item, torch.optim.Optimizer):
             names = by_parameter.names_of(item, self._modules())
             if names is not None:
                 return by_parameter.by_name(state, item, names)
         return state
 
+    def has_resharder(self, name: str) -> bool:
+        """Whether a resharder of the user's restores an item."""
+        return is_custom(self.config.spec(name).resharder)
+
     def needs_modules(self, name: str, node: Node) -> bool:
         """Whether an optimizer must wait until the modules of its parameters are registered: its state was saved by their names."""
         item = self._items[name]
         return isinstance(item, torch.optim.Optimizer) and _is_named(node) and by_parameter.names_of(item, self._modules()) is None
 
-    def restore(self, name: str, source: Source) -> None:
+    def check(self, name: str, source: Source) -> None:
+        """Check that an item fits its state in a commit; nothing is touched, and no tensor read. Raises: StateError."""
+        self._checked(name, source)
+
+    def _checked(self, name: str, source: Source) -> LoadReport:
+        item = self._items[name]
+        template: Any = None
+        done = self._reshard(name, source, [], dry_run=True)
+        if done is not None:
+            template = done.target
+        elif isinstance(item, torch.nn.Module):
+            template = _template(item)
+        elif isinstance(item, torch.Tensor | np.ndarray):
+            template = item
+        return read(source, {name: template}, dry_run=True, done={name: done})[1]
+
+    def restore(self, name: str, source: Source) -> list[str]:
         """Bring an item to its state in a commit: tensors in place, the rest through `load_state_dict`; a plain value is replaced.
 
+        Returns notes for the report. Types that only live values show (dataclasses, enums ...) are those of the item as it is. One that
+        need not be there (`required=False`) and does not fit is left as it is, which is noted.
         Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError.
         """
+        if self.config.spec(name).required:
+            return self._restore(name, source)
+        try:
+            why = "; ".join(self._checked(name, source).skipped)
+            if not why:
+                return self._restore(name, source)
+        except StateError as exc:
+            # An optimizer's problems are found on the way, before it is touched.
+            why = str(exc)
+        return [f"{name} was left as it is: {why}"]
+
+    def _restore(self, name: str, source: Source) -> list[str]:
         item = self._items[name]
-        if is_stateful(item):
-            _refuse_mixture(name, source)
-        if isinstance(item, torch.optim.Optimizer):
-            self._restore_optimizer(name, item, source)
+        report = LoadReport()
+        notes: list[str] = []
+        done = self._reshard(name, source, notes)
+        if done is not None:
+            self._take(name, item, read(source, {name: done.target}, report=report, done={name: done})[0][name])
+        elif isinstance(item, torch.optim.Optimizer):
+            self._restore_optimizer(name, item, source, notes)
         elif isinstance(item, torch.nn.Module):
-            item.load_state_dict(_read(source, {name: item.state_dict()})[name])
+            item.load_state_dict(_read(source, name, _template(item), report))
         elif is_stateful(item):
             # In place where the structure is the same, so that tensors stay on their devices. Where it has grown (a history, a buffer),
             # the object itself decides what it takes.
             template = item.state_dict()
-            item.load_state_dict(_read(source, {name: template if source.fits(name, template) else None})[name])
+            item.load_state_dict(_read(source, name, template, report, as_saved=not source.fits(name, template)))
         elif isinstance(item, torch.Generator):
-            item.set_state(_read(source, {name: None})[name].get_state())
+            item.set_state(_read(source, name, None, report, as_saved=True).get_state())
         elif isinstance(item, np.random.Generator):
-            item.bit_generator.state = _read(source, {name: None})[name].bit_generator.state
+            item.bit_generator.state = _read(source, name, None, report, as_saved=True).bit_generator.state
         elif isinstance(item, np.random.RandomState):
-            item.set_state(_read(source, {name: None})[name].get_state(legacy=False))
+            item.set_state(_read(source, name, None, report, as_saved=True).get_state(legacy=False))
         elif isinstance(item, torch.Tensor | np.ndarray):
-            self._items[name] = _read(source, {name: item})[name]
+            self._items[name] = _read(source, name, item, report)
         else:
-            self._items[name] = _read(source, {name: None})[name]
+            self._items[name] = _read(source, name, item, report, as_saved=True)
+        return notes + report.notes
 
-    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source) -> None:
+    def _reshard(self, name: str, source: Source, notes: list[str], *, dry_run: bool = False) -> Resharded | None:
+        """Run the item's resharder of the user's, if it has one and the layout is another one; settle what was each rank's own."""
+        item, resharder = self._items[name], self.config.spec(name).resharder
+        done: Resharded | None = None
+        if resharder is not None and is_custom(resharder):
+            done = prepare(source, name, resharder, self._state(item), notes, dry_run=dry_run)
+        notes += settle(source, name, done, item, is_object=is_stateful(item))
+        return done
+
+    def _take(self, name: str, item: Any, value: Any) -> None:
+        """Make a loaded value the item's."""
+        if isinstance(item, torch.optim.Optimizer):
+            by_parameter.load_exact(item, self.untemplate(name, value))
+        elif is_stateful(item):
+            item.load_state_dict(value)
+        else:
+            self._items[name] = value
+
+    def _leave_others(self, name: str, source: Source, names: Mapping[int, str], notes: list[str]) -> None:
+        """On another number of ranks, leave alone parameters that are not this rank's, where only some ranks had them (pipeline stages)."""
+        if source.same_size:
+            return
+        saved = [set(named_parameters(mine[name]) or ()) for mine in source.content.items.values() if name in mine]
+        common = set.intersection(*saved) if len(saved) == len(source.content.items) else set()
+        others = set.union(*saved) - common - set(names.values())
+        if others:
+            source.show(name, without_parameters(source.node(name), others))
+            notes.append(f"{name}: {len(others)} parameters, which only some of the ranks had, are left to other ranks")
+
+    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source, notes: list[str]) -> None:
+        names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
+        if names is not None:
+            self._leave_others(name, source, names, notes)
         # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet. What belongs to a sharded parameter is
         # read in its layout.
-        saved = _read(source, {name: self._sharded_state(source, name, item)})[name]
+        saved = _read(source, name, self._sharded_state(source, name, item))
         _refuse_other_kind(name, item, saved)
         if not _is_named(source.node(name)):
             by_parameter.load_exact(item, saved)
             return
-        names = by_parameter.names_of(item, self._modules())
         if names is None:
             raise StateError(
                 f"item {name!r}: its state was saved by parameter name, but the module that holds its parameters is not registered:"

@@ -19,15 +19,23 @@ _log = logging.getLogger("syckpt")
 class Ledger:
     """Accounts of one manager's saves. Apart from the manager, so that a saver at work does not keep the manager alive."""
 
-    def __init__(self, *, on_error: Literal["raise", "warn"], on_stats: Callable[[dict[str, Any]], None] | None) -> None:
-        self.resumed: Commit | None = None
-        """The commit that the run goes on from."""
+    def __init__(
+        self,
+        *,
+        on_error: Literal["raise", "warn"],
+        on_stats: Callable[[dict[str, Any]], None] | None,
+        on_durable: Callable[[Commit], None] | None,
+        parent: str | None,
+    ) -> None:
         self.failures = 0
         """How many saves have failed so far."""
         self._on_error = on_error
         self._on_stats = on_stats
+        self._on_durable = on_durable
         self._announced: str | None = None
         self._published: str | None = None
+        self._base = parent
+        self._lost = False
         self._unheard: dict[str, SyckptError] = {}
         self._told: set[str] = set()
         self._names: dict[str, tuple[str | None, tuple[str, ...]]] = {}
@@ -35,18 +43,28 @@ class Ledger:
 
     @property
     def newest(self) -> str | None:
-        """Id of the newest save that has not failed; else of what was resumed."""
-        return self._announced or self._published or (self.resumed.id if self.resumed else None)
+        """Id of the newest save that has not failed; before the first one, of the commit that the state descends from."""
+        return self._announced or self._published or self._base
+
+    @property
+    def parent(self) -> str | None:
+        """Id of the save, or commit, that the state at hand descends from: what the next save follows."""
+        return self._announced or self._base
 
     @property
     def lost(self) -> bool:
         """Whether the newest save has failed."""
-        return self.failures > 0 and self._announced is None
+        return self._lost
+
+    def stand_on(self, commit: str) -> None:
+        """The state at hand is that of a commit, or descends from it; no save is in hand."""
+        with self._lock:
+            self._announced, self._base, self._lost = None, commit, False
 
     def announce(self, pending: PendingCommit, *, name: str | None = None, tags: Iterable[str] = ()) -> None:
         """A save was handed over; it may have failed by now, when the writer was found dead."""
         with self._lock:
-            self._announced = None if pending.failed else pending.id
+            self._announced, self._lost = (None, True) if pending.failed else (pending.id, False)
             if not pending.failed:
                 self._names[pending.id] = (name, tuple(tags))
 
@@ -75,19 +93,29 @@ class Ledger:
         with self._lock:
             self._names.pop(pending.id, None)
             if commit is not None:
-                self._published = commit.id
+                self._published = self._base = commit.id
             elif error is not None:
                 self.failures += 1
                 if self._announced == pending.id:
-                    self._announced = None
+                    self._announced, self._lost = None, True
                 if self._on_error == "raise" and pending.id not in self._told:
                     self._unheard[pending.id] = error
         if error is not None:
             _log.error("save %s failed: %s", pending.id, error)
         if commit is not None:
             _log.info("%s", line(commit))
+            if is_stale(commit):
+                _log.warning(
+                    "stale state? none of the %d trainable tensors in %s has changed since the commit before, though %d steps were made:"
+                    " check that what is registered is what is being trained",
+                    commit.stats["trainable"],
+                    commit.id,
+                    commit.stats["steps"],
+                )
             if self._on_stats is not None:
                 self._on_stats(commit.stats)
+            if self._on_durable is not None:
+                self._on_durable(commit)
 
     def raise_failure(self) -> None:
         """Raise the oldest failure that was not raised yet, once; further ones are named in its text."""
@@ -103,6 +131,12 @@ def joined(errors: Sequence[SyckptError]) -> SyckptError:
     if len(errors) == 1:
         return first
     return type(first)(f"{first} (and {len(errors) - 1} more saves failed: {'; '.join(map(str, errors[1:]))})")
+
+
+def is_stale(commit: Commit) -> bool:
+    """Whether steps were made since the parent, and every trainable tensor, on all ranks, has the bits that it had there."""
+    stats = commit.stats
+    return bool(commit.parents) and stats.get("steps", 0) > 0 and 0 < stats.get("trainable", 0) == stats.get("unchanged_trainable")
 
 
 def line(commit: Commit) -> str:

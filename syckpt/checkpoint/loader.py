@@ -6,22 +6,34 @@ raises, and a target then holds old or exact values, never wrong ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial as partial_
+from typing import Any, TypeAlias
 
 import torch
 
+from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
-from syckpt.errors import StateError
+from syckpt.checkpoint.specs import Config, ItemSpec
+from syckpt.errors import IntegrityError, StateError
+from syckpt.objects import nodes
 from syckpt.objects.commit import Commit
-from syckpt.repo import history
-from syckpt.repo.reader import Reader
+from syckpt.repo import history, signing
+from syckpt.repo.reader import Place, Reader
 from syckpt.repo.repository import Repository
-from syckpt.state.fit import Fitted, Options, fit, matching
+from syckpt.reshard.resharder import ReshardingInfo, is_custom
+from syckpt.state.bits import copy_tensor
+from syckpt.state.fit import Fitted, Options, fit, kept, matching
+from syckpt.state.formats import BYTES, PICKLED, JsonSerialization, SerializationFormat, known_format, rebuild, require_trust, unpickle
+from syckpt.state.overlaps import conflict, overlapping
 from syckpt.stores.base import StoreSpec, parse_root
 
-__all__ = ["LoadReport", "load", "read"]
+__all__ = ["Fetch", "LoadReport", "load", "read", "reshard", "reshards"]
+
+
+Fetch: TypeAlias = Callable[[Mapping[int, "torch.Tensor | None"]], "dict[int, torch.Tensor]"]
+"""Brings tensors of an open commit by number, as `Source.fetch`."""
 
 
 @dataclass
@@ -40,12 +52,21 @@ class LoadReport:
     cast: list[str] = field(default_factory=list)
     """Converted to the target's dtype (`cast=True`)."""
     resharded: list[str] = field(default_factory=list)
+    """Tensors that were not stored in this rank's boxes."""
+    resharding: ReshardingInfo = field(default_factory=ReshardingInfo, compare=False, repr=False)
+    """Where the parts of those come from, and what resharders of the caller's handled; also after a `dry_run`."""
     per_rank: list[str] = field(default_factory=list)
+    """Values that differed between the ranks that saved them, on another number of ranks."""
     bytes_read: int = 0
     """Stored bytes read from the repository."""
     rng_exact: bool = True
     """Whether the random streams are those of the commit."""
     notes: list[str] = field(default_factory=list)
+    """What else is worth knowing, such as values that were read as plainer ones since no target showed their type."""
+
+    def begin(self, commit: str) -> None:
+        """Forget what was reported before: a load of a commit begins."""
+        vars(self).update(vars(LoadReport(commit=commit)))
 
 
 def read(
@@ -58,25 +79,41 @@ def read(
     partial: Sequence[str] | None = None,
     map_location: Any = None,
     dry_run: bool = False,
+    as_saved: bool = False,
+    report: LoadReport | None = None,
+    done: Mapping[str, Resharded | None] | None = None,
+    fetch: Fetch | None = None,
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Read items of a commit; see `load`. Returns the mapping and the report."""
+    """Read items of a commit; see `load`. Returns the mapping and the report.
+
+    `done`: what `reshard` returned; without it, that is done here. `fetch`: how tensors are read, in place of `source.fetch`.
+
+    `as_saved`: `into` shows types only (see `state.fit`). `report` is filled afresh, also when the load fails; without one, it is new.
+    """
+    report = report or LoadReport()
+    report.begin(source.commit.id)
     if isinstance(partial, str):
         raise StateError(f"partial={partial!r}: expected a sequence of patterns, such as [{partial!r}]")
-    report = LoadReport(commit=source.commit.id)
     templates: Mapping[str, Any] = dict.fromkeys(sorted(source.names) if items is None else items) if into is None else into
     _refuse_objects(templates)
+    for name in into or ():
+        source.config.spec(name)
     chosen = _Chosen(partial)
-    fitted = _fit_all(source, templates, report, Options(cast=cast, select=None if partial is None else chosen))
+    if into is not None and done is None:
+        done = reshard(source, templates, report.notes, dry_run=dry_run)
+    ready = {name: found for name, found in (done or {}).items() if found is not None}
+    templates = {name: ready[name].target if name in ready else template for name, template in templates.items()}
+    fitted = _fit_all(source, templates, report, Options(cast, None if partial is None else chosen, as_saved), ready, keep=into is not None)
     if partial is not None and into is None:
         fitted = {name: plan for name, plan in fitted.items() if name in chosen.items}
     if strict and partial is not None and not chosen.items:
         raise StateError(f"partial={list(partial)!r} takes nothing of commit {source.commit.id}; paths begin with {', '.join(templates)}")
     if not strict:
-        report.skipped = sorted(report.mismatched)
-    if strict and (report.missing or report.mismatched or (report.unexpected and partial is None)):
-        raise StateError(_problems(source.commit, report))
-    if dry_run:
-        return {}, report
+        report.skipped = sorted(report.skipped + report.mismatched)
+    # A stage's or an expert's names are those of some ranks only: each reader has its own of them.
+    unexpected = [path for path in report.unexpected if not source.of_some_ranks(path)] if partial is None else []
+    if strict and (report.missing or report.mismatched or unexpected):
+        raise StateError(_problems(source.commit, report, unexpected))
     report.per_rank = list(source.per_rank)
     before = source.bytes_read
     targets: dict[int, list[torch.Tensor]] = {index: [] for plan in fitted.values() for index in plan.fresh}
@@ -85,12 +122,22 @@ def read(
             targets.setdefault(index, []).append(target)
     wanted = {index: _read_into(found, source.entries[index].dtype) for index, found in targets.items()}
     more = [(index, target) for index, found in targets.items() for target in found if target is not wanted[index]]
-    tensors = source.fetch(wanted)
+    _require_blobs(source, wanted)
+    if dry_run:
+        source.plan(wanted)
+        for name, handled in ready.items():
+            # What the default would read, if the resharder leaves it all to it.
+            default = fit(source.node(name), handled.target, path=(name,), entries=source.entries)
+            source.plan(dict(default.fills), check=False)
+        report.resharded, report.resharding = sorted(source.resharded), source.resharding()
+        return {}, report
+    _refuse_conflicts(source, [fill for plan in fitted.values() for fill in plan.fills])
+    tensors = (fetch or source.fetch)(wanted)
     with torch.no_grad():
         for index, target in more:
-            target.detach().copy_(tensors[index])
+            copy_tensor(target.detach(), tensors[index])
     report.bytes_read = source.bytes_read - before
-    report.resharded = sorted(set(source.resharded))
+    report.resharded, report.resharding = sorted(source.resharded), source.resharding()
     moved: dict[int, torch.Tensor] = {}
 
     def tensor(index: int) -> torch.Tensor:
@@ -100,13 +147,54 @@ def read(
             moved[index] = tensors[index].to(map_location)
         return moved[index]
 
-    return {name: plan.build(tensor) for name, plan in fitted.items()}, report
+    built = {name: rebuild(_format(source, name), plan.build(tensor), (name,)) for name, plan in fitted.items()}
+    return {name: ready[name].put_into(value) if name in ready else value for name, value in built.items()}, report
 
 
 def _read_into(targets: Sequence[torch.Tensor], dtype: str) -> torch.Tensor | None:
     """Return the target that bytes are read into; others that share the value are copied from it, so it must not be a converted one."""
     exact = next((target for target in targets if str(target.dtype) == f"torch.{dtype}"), None)
     return targets[0] if exact is None and len(targets) == 1 else exact
+
+
+def _require_blobs(source: Source, numbers: Iterable[int]) -> None:
+    """See to it that the blobs of the tensors are there, in their sizes. Raises: IntegrityError naming all that are not."""
+    reader = source.content.reader
+    sizes: dict[str, int | None] = {}
+    asked: set[Any] = set()
+    wrong: dict[str, str] = {}
+
+    def is_there(place: Place) -> bool:
+        blobs = [place.blob] if place.base is None else [place.blob, place.base.blob]
+        for blob in blobs:
+            if blob.key not in sizes:
+                sizes[blob.key] = reader.repository.store.size(blob.key)
+        return all(sizes[blob.key] == blob.size for blob in blobs)
+
+    for stored in (source.entries[number] for number in numbers):
+        for _, _, place in stored.pieces:
+            if place.blob.key in wrong or is_there(place):
+                continue
+            if place.owner not in asked:
+                # Repack may have moved the bytes, and deleted the blob, since the locations were read.
+                asked.add(place.owner)
+                reader.moved(place)
+            if not is_there(reader.place_of(place.owner, place.number)):
+                wrong[place.blob.key] = nodes.format_path(stored.path)
+    if wrong:
+        found = "; ".join(f"{key} (of {path})" for key, path in wrong.items())
+        raise IntegrityError(f"commit {source.commit.id}: missing or of another size: {found}; nothing was changed; run `syckpt verify`")
+
+
+def _refuse_conflicts(source: Source, fills: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Refuse values that cannot all be held by targets that overlap, such as two slices of one buffer. Reads those values once more."""
+    targets = [target for _, target in fills]
+    for group in overlapping(targets):
+        values = source.fetch({fills[number][0]: None for number in group})
+        found = conflict([targets[number] for number in group], [values[fills[number][0]] for number in group])
+        if found is not None:
+            path = nodes.format_path(source.entries[fills[group[found]][0]].path)
+            raise StateError(f"{path}: its target overlaps another one in memory, where the commit has different values; clone one of them")
 
 
 class _Chosen:
@@ -130,25 +218,152 @@ def _refuse_objects(templates: Mapping[str, Any]) -> None:
             raise StateError(f"into[{name!r}] is a {type(template).__name__}: pass its state_dict(), whose tensors are filled in place")
 
 
-def _fit_all(source: Source, templates: Mapping[str, Any], report: LoadReport, options: Options) -> dict[str, Fitted]:
-    """Plan every item and gather all problems."""
+def reshard(source: Source, templates: Mapping[str, Any], notes: list[str], *, dry_run: bool = False) -> dict[str, Resharded | None]:
+    """Run the resharders of the reader's, and settle what ranks had each for themselves; returns `done` for `read`.
+
+    Apart, so that ranks can agree on it before the first of them fills its targets. Raises: StateError; what a resharder raises.
+    """
+    found: dict[str, Resharded | None] = {}
+    for name in [name for name in templates if name in source.names]:
+        resharder = source.config.spec(name).resharder
+        if resharder is not None and is_custom(resharder) and templates[name] is not None:
+            found[name] = prepare(source, name, resharder, templates[name], notes, dry_run=dry_run)
+        notes += settle(source, name, found.get(name))
+    return found
+
+
+def reshards(config: Config) -> bool:
+    """Whether any item may have a resharder of the user's."""
+    return any(is_custom(spec.resharder) for spec in (*config.items.values(), config.default) if spec is not None)
+
+
+def _without(handled: Resharded, options: Options) -> Options:
+    """Leave alone what a resharder handled."""
+    select = options.select
+    return replace(options, select=lambda text: not handled.handles(text) and (select is None or select(text)))
+
+
+def _fit_all(
+    source: Source,
+    templates: Mapping[str, Any],
+    report: LoadReport,
+    options: Options,
+    done: Mapping[str, Resharded],
+    *,
+    keep: bool,
+) -> dict[str, Fitted]:
+    """Plan every item and gather all problems. One that is not required and does not fit is skipped whole; `keep`: it stays as it is."""
     plans: dict[str, Fitted] = {}
     for name, template in templates.items():
+        found = report if _spec(source, name).required else LoadReport()
         if name not in source.names:
-            report.missing.append(name)
+            found.missing.append(name)
+        else:
+            mine = _without(done[name], options) if name in done else options
+            plans[name] = _fit_one(source, name, template, found, mine)
+        if found is report:
             continue
-        plan = plans[name] = fit(source.node(name), template, path=(name,), entries=source.entries, options=options)
-        report.missing += plan.missing
-        report.unexpected += plan.unexpected
-        report.mismatched += plan.mismatched
-        report.cast += plan.cast
+        problems = [*found.missing, *found.unexpected, *found.mismatched]
+        if problems:
+            report.skipped += [f"{problem} (not required)" for problem in problems]
+            plans.pop(name, None)
+            if keep:
+                plans[name] = kept(template)
+        else:
+            report.cast += found.cast
+            report.notes += found.notes
     return plans
 
 
-def _problems(commit: Commit, report: LoadReport) -> str:
+def _fit_one(source: Source, name: str, template: Any, report: LoadReport, options: Options) -> Fitted:
+    """Plan an item that the commit has."""
+    form = _format(source, name)
+    node = source.node(name)
+    unreadable = _unreadable(node, name, form, report, options)
+    report.mismatched += unreadable
+    options = replace(options, encoded=partial_(_decode, name=name, form=form))
+    plan = fit(node, template, path=(name,), entries=source.entries, options=options)
+    report.missing += plan.missing
+    report.unexpected += plan.unexpected
+    report.mismatched += plan.mismatched
+    report.cast += plan.cast
+    report.notes += _notes(plan)
+    if isinstance(form, JsonSerialization) and form.cls is not None and not plan.problems:
+        report.mismatched += _not_of_class(plan, form, name)
+    # Where the load goes on without what cannot be read, all of it stays as it is.
+    return kept(template) if unreadable else plan
+
+
+def _spec(source: Source, name: str) -> ItemSpec:
+    """Return an item's spec; without a default, what the caller did not name is read as if nothing were said of it."""
+    return source.config.items.get(name) or source.config.default or ItemSpec()
+
+
+def _format(source: Source, name: str) -> SerializationFormat | None:
+    layout = _spec(source, name).layout
+    return None if layout is None else layout.serialization_format
+
+
+def _unreadable(node: nodes.Node, name: str, form: SerializationFormat | None, report: LoadReport, options: Options) -> list[str]:
+    """Return what the caller's own spec does not let be read; note what is read as bytes, since it names no format for it."""
+    problems: list[str] = []
+    for path, leaf in nodes.walk(node, (name,)):
+        kind, payload = nodes.split(leaf)
+        if kind != "encoded" or (options.select is not None and not options.select(nodes.format_path(path))):
+            continue
+        if payload[0] == PICKLED:
+            try:
+                require_trust(form, path)
+            except StateError as exc:
+                problems.append(str(exc))
+        elif payload[0] != BYTES and (form is None or form.name != payload[0]):
+            report.notes.append(
+                f"{nodes.format_path(path)}: saved in the format {payload[0]!r}, which the item's spec does not name: it is its bytes"
+            )
+    return problems
+
+
+def _decode(form_name: str, data: bytes, *, name: str, form: SerializationFormat | None) -> Any:
+    """Return what was encoded, by the caller's format. Raises: StateError naming the item, for whatever the format raises."""
+    if form_name == PICKLED:
+        return unpickle(data, form, (name,))
+    if form is None or form.name != form_name or known_format(form):
+        return data
+    try:
+        return form.decode(data)
+    except Exception as exc:
+        raise StateError(f"{name}: {type(form).__name__} cannot decode it: {exc}") from exc
+
+
+def _not_of_class(plan: Fitted, form: JsonSerialization, name: str) -> list[str]:
+    """Return what keeps an item from becoming an object of the caller's class; known before anything is touched."""
+    if plan.fresh or plan.fills:
+        return [f"{name}: holds tensors, and its spec says JsonSerialization"]
+    try:
+        rebuild(form, plan.build(lambda index: torch.empty(0)), (name,))
+    except StateError as exc:
+        return [str(exc)]
+    return []
+
+
+def _notes(plan: Fitted) -> list[str]:
+    told = []
+    for what, paths in plan.plainer.items():
+        told.append(f"{_some(paths)}: {what}, since no target shows the type")
+    if plan.renamed:
+        pairs = [f"{saved} as {live}" for live, saved in plan.renamed]
+        told.append(f"{len(pairs)} names differ only by what wrappers insert: {_some(pairs)}")
+    return told
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+
+
+def _problems(commit: Commit, report: LoadReport, unexpected: Sequence[str]) -> str:
     groups = (
         ("missing from the commit", report.missing),
-        ("unexpected in the commit", report.unexpected),
+        ("unexpected in the commit", unexpected),
         ("do not fit", report.mismatched),
     )
     lines = [f"commit {commit.id} does not fit its target; nothing was changed:"]
@@ -173,17 +388,22 @@ def load(
     partial: Sequence[str] | None = None,
     map_location: Any = None,
     dry_run: bool = False,
+    config: Config | None = None,
+    trusted_keys: signing.KeyFile | Sequence[signing.KeyFile] | None = None,
 ) -> dict[str, Any]:
     """Read a commit of the repository at `root` without a manager; takes no lease and writes nothing.
 
     `into`: live targets by item; their tensors are filled in place, the rest comes back in the mapping. Without it, every item (or those
     named by `items`) comes back as new CPU tensors. `partial` are patterns such as "model.encoder.*"; `strict=False` skips what does not
-    fit; `cast=True` converts dtypes; `dry_run=True` checks everything, reads nothing and returns {}.
+    fit; `cast=True` converts dtypes; `dry_run=True` checks everything, reads nothing and returns {}. `config`: specs of the items, whose
+    formats are read, and which of them may be missing.
+    `trusted_keys` (paths of public keys): the commit must be signed by one of them, which is checked before anything else of it is read.
     Raises: NotFoundError, StateError listing everything that does not fit, IntegrityError.
     """
     spec: StoreSpec = parse_root(root)
+    trusted = None if trusted_keys is None else signing.load_trusted(trusted_keys)
     repository = Repository.open(spec)
     commit = history.resolve(repository, rev)
-    source = Source(Reader(repository), commit)
+    source = Source(Reader(repository, trusted=trusted), commit, config=config)
     values, _ = read(source, into, items=items, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run)
     return values

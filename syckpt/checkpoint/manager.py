@@ -9,63 +9,46 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from syckpt import __version__
 from syckpt.checkpoint import loader as loading
 from syckpt.checkpoint.items import Items
-from syckpt.checkpoint.ledger import Ledger, joined
+from syckpt.checkpoint.keys import Keys
+from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
-from syckpt.checkpoint.share import Facts, Sharing, whole
+from syckpt.checkpoint.saves import Request, Saves
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
-from syckpt.checkpoint.start import Arguments, Start, agree_on_start, open_for_writing
-from syckpt.dist.coordinator import connect
-from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError, SyckptError, from_wire, to_wire
+from syckpt.checkpoint.standing import Standing
+from syckpt.checkpoint.start import Arguments, Seat, agree_on_start
+from syckpt.dist.coordinator import Coordinator, connect
+from syckpt.errors import StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
-from syckpt.hyperparams.fingerprint import fingerprint
-from syckpt.objects import ids, nodes
 from syckpt.objects.commit import Commit
-from syckpt.repo import history, receipts
+from syckpt.repo import branches, graph, history
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository
-from syckpt.repo.transaction import Hold
+from syckpt.repo.signing import KeyFile
 from syckpt.repo.verify import VerifyReport, verify
-from syckpt.state.flatten import Flat, flatten
 from syckpt.stores.base import StoreSpec, parse_root
+
+if TYPE_CHECKING:
+    from syckpt.repo.difference import Diff
+    from syckpt.repo.similarity import Similar
 
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syckpt")
-_RNG = "<rng>"  # no item can be called that
 # Of the public contract, not here yet: an item of such a name could not be reached any more.
-_NAMES_TO_COME = frozenset({"goto", "create_branch", "checkout_branch", "delete_branch", "list_branches", "tag", "diff", "similar"})
-_NAMES_TO_COME |= {"print_tree", "retain", "gc", "export_ckpt", "prewarm"}
-
-
-@dataclass(frozen=True)
-class _Capture:
-    """What a save is made of, before anything is copied."""
-
-    flat: Flat
-    rng: Any
-    facts: Facts
-    replicas: str
-    metric: float | None
-    registered: bool
-    """Whether it is the registered items, not a payload."""
+_NAMES_TO_COME = frozenset({"retain", "gc"})
 
 
 class CheckpointManager:
@@ -73,16 +56,24 @@ class CheckpointManager:
 
     Config: TypeAlias = Config
 
+    def __new__(cls, root: object = None, *arguments: object, **named: object) -> CheckpointManager:
+        """Return a manager of one experiment, or without a root one of paths (`checkpoint.rootless`)."""
+        if cls is CheckpointManager and (root is None or isinstance(root, Config)):
+            from syckpt.checkpoint.rootless import PathManager
+
+            return object.__new__(PathManager)
+        return object.__new__(cls)
+
     def __init__(
         self,
-        root: str | os.PathLike[str] | StoreSpec | None = None,
+        root: str | os.PathLike[str] | StoreSpec | Config | None = None,
         config: Config | None = None,
         *,
         max_to_keep: int | None = None,
         keep: object | None = None,
         maximize: bool = False,
         auto_resume: bool = True,
-        run_mode: Literal["append", "overwrite"] = "append",
+        run_mode: Literal["append", "new_branch", "overwrite"] = "append",
         branch: str | None = None,
         base: str | None = None,
         async_save: bool = True,
@@ -91,78 +82,108 @@ class CheckpointManager:
         save_on_exit: bool = True,
         save_every: int | str | None = None,
         rng: bool = True,
-        coordinator: object | None = None,
+        coordinator: Coordinator | None = None,
         timeout_s: float = 600,
-        signer: object | None = None,
-        trusted_keys: object | None = None,
+        signer: KeyFile | None = None,
+        trusted_keys: KeyFile | Sequence[KeyFile] | None = None,
     ) -> None:
         """Open (or make) the repository `root/.syckpt` and pick what to resume from; no tensor is read yet.
 
+        Without a root (`CheckpointManager(CheckpointManager.Config(...))`) see `checkpoint.rootless`.
         Raises: StateError for arguments, IntegrityError when the branch has commits but none is whole, StoreError.
         """
-        _refuse_unfinished(root=root, run_mode=run_mode, coordinator=coordinator, signer=signer, trusted_keys=trusted_keys)
+        _one_of("run_mode", run_mode, ("append", "new_branch", "overwrite"))
         _one_of("when_busy", when_busy, ("wait", "skip", "raise"))
         _one_of("on_error", on_error, ("raise", "warn"))
         if keep is not None or max_to_keep is not None:
             _log.warning("retention (keep=, max_to_keep=) is not in this version of syckpt: every commit is kept")
         assert root is not None
+        assert not isinstance(root, Config)
         self._config = config or Config()
         self._maximize = maximize
         self._async_save = async_save
-        self._when_busy = when_busy
         self._save_on_exit = save_on_exit
         self._interval = Interval(save_every)
-        self._with_rng = rng
         self._timeout_s = timeout_s
         self._items = Items()
         self._progress = Progress()
         self._hyper: HyperConfig | None = None
-        self._sequence = 0
         self._closed = False
-        self._opened = False
         self._report: LoadReport | None = None
 
         spec = parse_root(root)
-        resume = run_mode == "append" and auto_resume
         told = Arguments(
-            spec.path, branch, base, resume, maximize, async_save, when_busy, rng, str(save_every), on_error, save_on_exit, timeout_s
+            root=spec.path,
+            branch=branch,
+            base=base,
+            run_mode=run_mode,
+            resume=run_mode != "overwrite" and auto_resume,
+            maximize=maximize,
+            async_save=async_save,
+            when_busy=when_busy,
+            rng=rng,
+            save_every=str(save_every),
+            on_error=on_error,
+            save_on_exit=save_on_exit,
+            timeout_s=timeout_s,
         )
-        self._coordinator = connect(timeout_s=timeout_s)
-        self._sharing = Sharing(self._coordinator)
-        self._repository, self._start = agree_on_start(self._coordinator, spec, told)
-        self._ledger = Ledger(on_error=on_error, on_stats=self._config.on_stats)
+        self._coordinator = coordinator or connect(timeout_s=timeout_s)
+        self._keys = Keys.read(signer, trusted_keys, rank=self._coordinator.rank)
+        self._repository, start = agree_on_start(self._coordinator, spec, told, keys=self._keys)
+        self._ledger = Ledger(
+            on_error=on_error, on_stats=self._config.on_stats, on_durable=self._config.finalize_callback, parent=start.parent
+        )
         self._resumption = Resumption(
-            Reader(self._repository),
+            Reader(self._repository, trusted=self._keys.trusted),
             self._coordinator,
             self._items,
             self._progress,
             self._ledger,
-            branch=self._start.branch,
+            branch=start.branch,
             with_rng=rng,
         )
-        if self._start.resumed is not None:
-            self._resumption.take_over(self._repository.read_commit(self._start.resumed))
-        self._fork = self.resumed if self._start.forks else None
-        self._saver = Saver(
+        if start.resumed is not None:
+            self._resumption.take_over(self._repository.read_commit(start.resumed), afresh=start.afresh)
+        seat = Seat(self._repository, start, rank=self._coordinator.rank)
+        self._saver = Saver(self._repository, self._settings(spec, start.token), reopen=seat.reopen, on_settled=self._ledger.settle)
+        self._standing = Standing(
             self._repository,
-            self._settings(spec),
-            reopen=_opener(self._repository, self._start, self._fork, rank=self._coordinator.rank),
-            on_settled=self._ledger.settle,
+            self._coordinator,
+            self._resumption,
+            self._saver,
+            self._ledger,
+            self._progress,
+            seat,
+            maximize=maximize,
+        )
+        self._saves = Saves(
+            self._repository,
+            self._coordinator,
+            self._items,
+            self._progress,
+            self._resumption,
+            self._ledger,
+            self._saver,
+            self._config,
+            run=start.run,
+            rng=rng,
+            when_busy=when_busy,
         )
         # Also run at the interpreter's exit: what was handed over becomes durable, and its failure is heard of.
         self._finalizer = weakref.finalize(self, _close_quietly, self._saver, self._ledger, os.getpid())
 
-    def _settings(self, spec: StoreSpec) -> Settings:
+    def _settings(self, spec: StoreSpec, token: str) -> Settings:
         idle = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - torch.get_num_threads()
         return Settings(
             spec=spec,
-            token=self._start.token,
+            token=token,
             compression=self._config.compression,
             keyframe_every=self._config.keyframe_every,
             threads=min(4, max(1, idle)),
             timeout_s=self._timeout_s,
             rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
+            signer=self._keys.signer,
         )
 
     # -- registering -------------------------------------------------------------------------------------------------
@@ -230,43 +251,12 @@ class CheckpointManager:
 
     def _begin(self) -> None:
         """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
+        self._require_open()
+        self._standing.begin()
+
+    def _require_open(self) -> None:
         if self._closed:
             raise StateError("this manager is closed; make another one")
-        self._saver.require_own_process()
-        if self._opened:
-            self._resumption.settle()
-            return
-        hold = self._agree_to_begin()
-        self._resumption.finish()
-        self._saver.open(hold)
-        self._opened = True
-
-    def _agree_to_begin(self) -> Hold:
-        """Settle the resume on all ranks and take the branch."""
-        resumption = self._resumption
-        while True:
-            error: Exception | None = None
-            try:
-                resumption.settle()
-            except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
-                error = exc
-            mine = {"damage": resumption.damage}
-            verdict = self._coordinator.agree("the first call of a manager", mine, self._decide_to_begin, error=error)
-            if verdict["resume"] is None:
-                return Hold(**verdict["hold"])
-            try:
-                resumption.restore_all_from(self._repository.read_commit(verdict["resume"]))
-            except IntegrityError as exc:
-                resumption.damage = str(exc)
-
-    def _decide_to_begin(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0: an older commit for all, if any rank met damage; else the branch is taken."""
-        older = self._resumption.older([f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]])
-        if older is not None:
-            return {"resume": older.id}
-        hold = open_for_writing(self._repository, self._start, fork=self._fork, expected=self._start.tip)
-        receipts.discard(self._repository, hold.branch)
-        return {"resume": None, "hold": asdict(hold)}
 
     def restore(self) -> LoadReport:
         """Restore the random streams now and return the report of the resume.
@@ -313,19 +303,24 @@ class CheckpointManager:
     @property
     def branch(self) -> str:
         """The branch that this manager writes."""
-        return self._start.branch
+        return self._standing.branch
 
     def loop(self, epochs: int | None = None) -> Iterator[int]:
-        """Yield the epochs still to do, up to `epochs` in all (None: without end); one that was cut off is entered again."""
-        self._begin()
+        """Yield the epochs still to do, up to `epochs` in all (None: without end); one that was cut off is entered again.
+
+        On a branch that `create_branch` made, `epochs` counts from the fork. A `goto` inside goes on with the epoch that it leads to.
+        """
         while True:
+            self._begin()  # Again each time: the body may have gone to another branch.
             epoch = self._progress.next_epoch
-            if epochs is not None and epoch >= epochs:
+            if epochs is not None and epoch >= self._progress.first_epoch + epochs:
                 return
             self._progress.enter(epoch, self._items.sampler)
             self._resumption.begin_epoch()
+            moves = self._progress.moves
             yield epoch
-            self._progress.leave()
+            if moves == self._progress.moves:
+                self._progress.leave()
 
     def step_up(self, n: int = 1, *, batches: int | None = None) -> None:
         """Count `n` optimizer steps, after they were made, and `batches` micro-batches (default: n) as consumed.
@@ -391,94 +386,9 @@ class CheckpointManager:
         started = time.perf_counter()
         self._saver.pump()
         self._begin()
-        if isinstance(tags, str):
-            raise StateError(f"tags={tags!r}: expected a sequence of names, such as ({tags!r},)")
-        capture, error = self._capture(payload, metric)
-        mine = {
-            "step": self.step,
-            "busy": self._saver.busy(),
-            "schema": capture.facts.schema if capture else "",
-            "replicas": capture.replicas if capture else "",
-            "names": [checkpoint_id, *tags],
-            "config": self.config.hash(),
-            # As values: every rank hears of all of them, once.
-            "failed": {commit: to_wire(exc) for commit, exc in self._ledger.unheard().items()} if self._coordinator.world_size > 1 else {},
-        }
-        decide = partial(self._decide_save, name=checkpoint_id, tags=tags)
-        verdict = self._coordinator.agree("save()", mine, decide, error=error, at=f"step {self.step}")
-        if verdict["failed"]:
-            self._ledger.told(verdict["failed"]["commits"])
-            raise from_wire(verdict["failed"]["error"])
-        assert capture is not None
-        if verdict["skip"]:
-            _log.warning("a save at step %d was skipped: two are still being written (when_busy='skip')", self.step)
-            return None
-        try:
-            return self._hand_over(capture, verdict, checkpoint_id, metric, message, tags, epoch_end, wait, started)
-        except BaseException as exc:
-            self._saver.give_up_unless_submitted(verdict["id"], exc)
-            raise
-
-    def _hand_over(
-        self,
-        capture: _Capture,
-        verdict: dict[str, Any],
-        checkpoint_id: str | None,
-        metric: Any,
-        message: str,
-        tags: Sequence[str],
-        epoch_end: bool | None,
-        wait: bool,
-        started: float,
-    ) -> PendingCommit:
-        """Give this rank's part of an agreed save to its writer."""
-        several = self._coordinator.world_size > 1
-        same = {"same_schema": verdict["same_schema"], "same_replicas": verdict["same_replicas"]}
-        parts = (
-            self._sharing.share(capture.flat, capture.facts, own=_RNG, **same, at=f"step {self.step}") if several else whole(capture.flat)
-        )
-        done = self._progress.epoch_done(self._items.sampler, epoch_end)
-        if done and epoch_end is None and self._items.sampler is None and self._progress.counts_batches and self._progress.entered:
-            _log.warning(
-                "save in the middle of epoch %d without a registered sampler: a resume goes on with the next epoch; register a"
-                " StatefulRandomSampler to go on inside of it, or save with epoch_end=False to start it over",
-                self.epoch,
-            )
-        config = self.config
-        config.freeze()
-        meta = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "batch_idx": self.batch_idx,
-            "epoch_done": done,
-            "entered": self._progress.entered and epoch_end is not True,
-            "metric": nodes.encode(capture.metric if metric is not None else None),
-            "message": str(message),
-            "tags": list(tags),
-            "name": checkpoint_id,
-            "config": nodes.encode(config.to_dict()),
-            "fingerprint": verdict["id"][:8],
-            "rng_exact": self._resumption.is_exact,
-            "sequence": self._sequence,
-            "created_ns": str(time.time_ns()),
-            "writer": f"syckpt {__version__}",
-        }
-        pending = self._saver.submit(
-            verdict["id"],
-            parts,
-            items=capture.flat.nodes,
-            rng=capture.rng,
-            after=lambda: self._ledger.newest,
-            meta=meta,
-            started=started,
-        )
-        self._sequence += 1
-        if capture.registered:
-            self._progress.saved(done=done, metric=capture.metric)
-        else:
-            self._progress.metric = capture.metric  # The registered items are as unsaved as before.
-        self._ledger.announce(pending, name=checkpoint_id, tags=tags)
-        if wait or not self._async_save:
+        request = Request(checkpoint_id, payload, metric, message, tags, epoch_end, started)
+        pending = self._saves.make(request, self.config)
+        if pending is not None and (wait or not self._async_save):
             try:
                 pending.result()
             except SyckptError as exc:
@@ -486,67 +396,10 @@ class CheckpointManager:
                 raise
         return pending
 
-    def _capture(self, payload: Mapping[str, Any] | None, metric: Any) -> tuple[_Capture | None, Exception | None]:
-        """Return what this rank has to save, or what keeps it from it: the other ranks must hear of that."""
-        try:
-            if self._coordinator.world_size == 1:
-                self._ledger.raise_failure()
-            self._saver.prepare()
-            score = self._progress.metric if metric is None else _score(metric)
-            values = self._items.capture() if payload is None else {ids.check_item_name(name): value for name, value in payload.items()}
-            # In order of names, whatever the order of registration: the same state, the same manifest.
-            values = dict(sorted(values.items()))
-            flat = flatten({**values, _RNG: self._resumption.streams_now()} if self._with_rng else values)
-            rng = flat.nodes.pop(_RNG, None)
-            if self._coordinator.world_size == 1:
-                return _Capture(flat, rng, Facts([], [], ""), "", score, payload is None), None
-            facts = self._sharing.facts(flat, _RNG)
-            return _Capture(flat, rng, facts, self._sharing.replicas(flat, facts, _RNG), score, payload is None), None
-        except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
-            return None, exc
-
-    def _decide_save(self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str]) -> dict[str, Any]:
-        """Rank 0: whether all ranks save the same thing, and under which id."""
-        if failed := _failures(values):
-            return {"failed": failed}
-        for field_name in ("step", "names", "config"):
-            if len({str(value[field_name]) for value in values}) > 1:
-                found = ", ".join(f"rank {rank}: {value[field_name]}" for rank, value in enumerate(values))
-                raise CoordinationError(f"ranks save with different {field_name} ({found}): all ranks have to make the same calls")
-        busy = [rank for rank, value in enumerate(values) if value["busy"]]
-        if busy and self._when_busy == "raise":
-            raise ConflictError(
-                f"saves {', '.join(p.id for p in self._saver.pending)} are still being written on rank(s) {', '.join(map(str, busy))}"
-                " (when_busy='raise')"
-            )
-        self._check_names(name, tags)
-        hold = self._saver.hold
-        assert hold is not None
-        commit = ids.new_commit_id(
-            fingerprint=fingerprint(self.config),
-            repository=self._repository.id,
-            run=self._start.run,
-            generation=hold.generation,
-            sequence=self._sequence,
-            nonce=secrets.token_bytes(16),
-        )
-        return {
-            "id": commit,
-            "failed": None,
-            "skip": bool(busy) and self._when_busy == "skip",
-            "same_schema": len({value["schema"] for value in values}) == 1,
-            "same_replicas": len({value["replicas"] for value in values}) == 1,
-        }
-
-    def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
-        taken = [("names", name, "commit")] if name is not None else []
-        for kind, ref, what in taken + [("tags", tag, "tag") for tag in tags]:
-            ids.check_name(ref, what=what)
-            head = self._repository.refs.head(f"{kind}/{ref}")
-            if head is not None and head.commit is not None and not self._repository.read_commit(head.commit).dropped:
-                raise ConflictError(f"the {what} {ref!r} exists already and means {head.commit}: choose another")
-            if any(ref in names for names in self._ledger.names_in_hand(kind)):
-                raise ConflictError(f"the {what} {ref!r} is being saved already: choose another")
+    def prewarm(self, payload: Mapping[str, Any] | None = None) -> None:
+        """Start the writer and make the memory for saves of the registered items (or of `payload`) now, so that the first save is quick."""
+        self._begin()
+        self._saves.prewarm(payload)
 
     @property
     def hash(self) -> str | None:
@@ -592,7 +445,7 @@ class CheckpointManager:
 
     def _final_save(self) -> SyckptError | None:
         """Save what no commit has; return the failure of an earlier save that is still to be raised, which does not prevent this one."""
-        if self._closed or not self._opened or not self._save_on_exit:
+        if self._closed or not self._standing.used or not self._save_on_exit:
             return None
         self._saver.wait_for(None, timeout_s=None)
         earlier: SyckptError | None = None
@@ -600,9 +453,12 @@ class CheckpointManager:
             self._ledger.raise_failure()
         except SyckptError as exc:
             earlier = exc
-        if self._ledger.lost or self._progress.advanced(self._items.sampler):
+        if self._has_unsaved():
             self.save(message="exit")
         return earlier
+
+    def _has_unsaved(self) -> bool:
+        return self._ledger.lost or self._progress.advanced(self._items.sampler)
 
     def _close_logged(self, leaving_by: str) -> None:
         try:
@@ -628,8 +484,7 @@ class CheckpointManager:
         Waits for this manager's own saves first. Random streams and counters are left alone. Collective: what does not fit on one rank is
         raised on all, before anything is touched; so is damage that one of them reads.
         """
-        self.wait()
-        commit = self._resolve(rev)
+        commit = self._standing.commit(rev, call="load()")
         targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
         how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location}
         source: Source | None = None
@@ -644,33 +499,91 @@ class CheckpointManager:
         self._report = report
         return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
 
-    def _resolve(self, rev: str) -> Commit:
-        """Return the commit that a revision names, the same on all ranks."""
+    # -- history -----------------------------------------------------------------------------------------------------
 
-        def decide(_: object) -> dict[str, Any]:
-            return {"id": history.resolve(self._repository, rev, branch=self._start.branch, maximize=self._maximize).id}
+    def goto(self, rev: str) -> None:
+        """Bring the registered items, the counters and the random streams to a commit; the next save follows it. Never falls back.
 
-        return self._repository.read_commit(self._coordinator.agree("load()", {}, decide, at=rev)["id"])
+        Inside an iteration of a DataLoader, leave that iteration afterwards: the sampler has moved.
+        Raises: NotFoundError, IntegrityError, StateError listing what does not fit (then nothing was touched).
+        """
+        self._require_open()
+        self._standing.goto(rev)
+
+    def create_branch(self, name: str, at: str = "HEAD") -> None:
+        """Make a branch and write it from now on: at HEAD the state stays as it is, another revision is restored.
+
+        One that exists (a script that runs again) is gone on with: its tip is restored. Without any commit yet, the registered state is
+        committed first. `loop(epochs=n)` then counts n from the fork.
+        """
+        self._require_open()
+        self._standing.create_branch(name, at, first_save=lambda: self.save(message=f"start of {self.branch}", epoch_end=False, wait=True))
+
+    def checkout_branch(self, name: str) -> None:
+        """Save what is unsaved, write another branch from now on and restore its tip. Raises: NotFoundError."""
+        self._require_open()
+        if self._standing.used and self._has_unsaved():
+            self.save(message=f"before {name}", wait=True)
+        self._standing.checkout_branch(name)
+
+    def delete_branch(self, name: str) -> None:
+        """Delete a branch other than the one that is written. Raises: NotFoundError, ConflictError (it is written, here or elsewhere)."""
+        self._require_open()
+        self._standing.delete_branch(name)
+
+    def list_branches(self) -> list[str]:
+        """Return the names of all branches, sorted."""
+        return branches.names(self._repository)
+
+    def tag(self, name: str, rev: str = "HEAD") -> None:
+        """Name a commit for good: retention keeps it. Raises: ConflictError for a tag that exists, NotFoundError."""
+        self._require_open()
+        self._standing.tag(name, rev)
 
     def log(self, n: int | None = None) -> list[Commit]:
         """Return up to `n` commits of this branch, newest first, after waiting for this manager's own."""
         self.wait()
-        return history.log(self._repository, count=n, branch=self._start.branch)
+        return history.log(self._repository, count=n, branch=self.branch)
+
+    def diff(self, a: str, b: str = "HEAD") -> Diff:
+        """Return in what two commits differ: configuration, counters, tensors; no tensor is read."""
+        from syckpt.repo.difference import diff
+
+        return diff(self._repository, self._commit(a), self._commit(b))
+
+    def similar(self, config: Mapping[str, Any] | None = None, k: int = 5) -> list[Similar]:
+        """Return the `k` commits whose configurations are most like `config` (default: this run's)."""
+        from syckpt.repo.similarity import similar
+
+        self.wait()
+        return similar(self._repository, self.config if config is None else HyperConfig(config), k=k)
+
+    def print_tree(self) -> None:
+        """Print the history of all branches as a graph."""
+        self.wait()
+        print(graph.tree(self._repository, head=self.branch))
+
+    def export_ckpt(self, rev: str, path: str | os.PathLike[str]) -> None:
+        """Write a commit as one file that `torch.load(path, weights_only=True)` reads; rank 0 writes, all ranks may call."""
+        from syckpt.checkpoint.export import export
+
+        commit = self._standing.commit(rev, call="export_ckpt()")
+        error: Exception | None = None
+        if self._coordinator.rank == 0:
+            try:
+                export(Source(Reader(self._repository, trusted=self._keys.trusted), commit), path)
+            except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
+                error = exc
+        self._coordinator.barrier("export_ckpt()", error=error, at=rev)
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
         """Read and check every byte of a commit, after waiting for this manager's own saves."""
+        return verify(self._repository, self._commit(rev).id)
+
+    def _commit(self, rev: str) -> Commit:
+        """Return the commit that a revision names, for this rank alone, after waiting for this manager's own saves."""
         self.wait()
-        commit = history.resolve(self._repository, rev, branch=self._start.branch, maximize=self._maximize)
-        return verify(self._repository, commit.id)
-
-
-def _opener(repository: Repository, start: Start, fork: Commit | None, *, rank: int) -> Callable[[Hold, str | None], Hold]:
-    """Return how a branch is opened anew when a writer died: only rank 0's writer publishes, so only it has to be fenced."""
-
-    def reopen(hold: Hold, tip: str | None) -> Hold:
-        return open_for_writing(repository, start, fork=fork, expected=tip) if rank == 0 else replace(hold, tip=tip)
-
-    return reopen
+        return history.resolve(self._repository, rev, branch=self.branch, maximize=self._maximize)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -695,40 +608,6 @@ def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
         _log.error("a save of a manager that was not closed failed: %s", exc)
 
 
-def _failures(values: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the earlier saves that failed on any rank, and the error that every rank raises for them."""
-    first: dict[str, SyckptError] = {}
-    for rank, value in enumerate(values):
-        for commit, wire in value["failed"].items():
-            where = "" if "rank(s)" in wire["message"] else f"on rank(s) {rank}: "
-            first.setdefault(commit, from_wire({**wire, "message": where + wire["message"]}))
-    return {"commits": list(first), "error": to_wire(joined(list(first.values())))} if first else None
-
-
-def _score(metric: Any) -> float:
-    try:
-        value = metric.item() if hasattr(metric, "item") else metric
-        if not isinstance(value, bool) and isinstance(value, int | float):
-            return float(value)
-    except (ValueError, RuntimeError, OverflowError):
-        pass  # Several elements, or beyond a float.
-    raise StateError(f"metric={metric!r}: expected a number")
-
-
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
-
-
-def _refuse_unfinished(*, root: object, run_mode: str, coordinator: object, signer: object, trusted_keys: object) -> None:
-    """Arguments of the public contract that this version does not honour are errors, never ignored."""
-    if root is None:
-        raise StateError(
-            "CheckpointManager needs root=, the experiment's directory; managers without one are not in this version of syckpt"
-        )
-    if run_mode == "new_branch":
-        raise StateError("run_mode='new_branch' is not in this version of syckpt; name a branch with branch=...")
-    _one_of("run_mode", run_mode, ("append", "overwrite"))
-    for name, value in (("coordinator", coordinator), ("signer", signer), ("trusted_keys", trusted_keys)):
-        if value is not None:
-            raise StateError(f"{name}= is not in this version of syckpt; leave it out")

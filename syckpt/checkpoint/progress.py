@@ -25,6 +25,10 @@ class Progress:
         """Whether iterating the epoch has begun: its DataLoader iterator exists, and has drawn its seed."""
         self.at_resume = False
         """Whether nothing was iterated since the resume."""
+        self.first_epoch = 0
+        """Where `loop` counts its epochs from: the fork's, on a branch that was made by `create_branch`."""
+        self.moves = 0
+        """How many times the position was set to a commit's."""
         self._closed = False
         self._counter: str | None = None
         self._last_saved: tuple[int, int, int, bool] = (0, 0, 0, False)
@@ -34,6 +38,7 @@ class Progress:
         self.step, self.metric = commit.step, commit.metric
         self.epoch, self.batch_idx = (commit.epoch + 1, 0) if commit.epoch_done else (commit.epoch, commit.batch_idx)
         self.entered, self.at_resume, self._closed = commit.entered, True, False
+        self.moves += 1
         self._last_saved = self._position(False)
 
     @property

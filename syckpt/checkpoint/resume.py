@@ -8,6 +8,7 @@ from syckpt.errors import IntegrityError, NotFoundError, StoreError
 from syckpt.objects.commit import Commit
 from syckpt.repo import documents
 from syckpt.repo.repository import Repository
+from syckpt.repo.signing import Trusted, require_signed
 from syckpt.repo.transaction import newest_readable
 
 __all__ = ["newest_whole"]
@@ -15,12 +16,13 @@ __all__ = ["newest_whole"]
 _log = logging.getLogger("syckpt")
 
 
-def newest_whole(repository: Repository, branch: str) -> Commit | None:
+def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None = None) -> Commit | None:
     """Return the newest commit of a branch whose structure is whole; None for a branch without commits.
 
     Goes back along parents, and where a commit cannot be read, along the branch's records. Every one that is passed over is logged, and
-    marked damaged so that the next restart does not try it again.
-    Raises: IntegrityError when there are commits but none is whole.
+    marked damaged so that the next restart does not try it again. With `trusted`, one of these keys must have signed it; a commit that is
+    whole but not signed is not passed over: going on from an older one is what an attacker might want.
+    Raises: IntegrityError when there are commits but none is whole, or the one found is not signed.
     """
     record, damage = newest_readable(repository, branch)
     if not damage:
@@ -41,11 +43,14 @@ def newest_whole(repository: Repository, branch: str) -> Commit | None:
             if commit.damaged:
                 raise IntegrityError(f"commit {commit_id} was found damaged before: {_why(repository, commit_id)}")
             repository.check_whole(commit)
-            return commit
         except (IntegrityError, NotFoundError) as exc:
             _log.error("commit %s cannot be resumed from: %s", commit_id, exc)
             tried.append(f"{commit_id}: {exc}")
             _mark(repository, commit_id, str(exc), already=commit is not None and (commit.damaged or commit.dropped))
+        else:
+            if trusted is not None:
+                require_signed(repository, commit, trusted)
+            return commit
         if commit is not None and commit.parents:
             commit_id, seal = commit.parents[0], commit.parent_seals[0]
             continue

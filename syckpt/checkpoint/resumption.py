@@ -19,9 +19,10 @@ from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resume import newest_whole
 from syckpt.checkpoint.source import Source
+from syckpt.dataloader import StatefulSampler
 from syckpt.dataloader.seeded import is_seeded
 from syckpt.dist.coordinator import Coordinator
-from syckpt.errors import IntegrityError
+from syckpt.errors import IntegrityError, StateError
 from syckpt.objects.commit import Commit
 from syckpt.repo.reader import Reader
 from syckpt.state import rng as streams
@@ -42,12 +43,16 @@ class Resumption:
         self._items = items
         self._progress = progress
         self._ledger = ledger
-        self._branch = branch
+        self.branch = branch
+        """The branch on which an older commit is looked for."""
         self._with_rng = with_rng
         self._source: Source | None = None
         self._deferred: list[str] = []
         """Optimizers that wait for the modules of their parameters."""
+        self._failures: dict[str, Exception] = {}
+        """What resharders of items raised on this rank, until all ranks hear of it."""
         self._settled = False
+        self._afresh = False
         self._early = False
         """The streams were restored on demand; what is drawn before the first epoch is entered again must not count."""
         self.streams_pending = False
@@ -63,16 +68,23 @@ class Resumption:
 
     def open(self, commit: Commit) -> Source:
         """Open any commit for this rank."""
-        return Source(self._reader, commit, rank=self._coordinator.rank, world_size=self._coordinator.world_size)
+        mine = {"rank": self._coordinator.rank, "world_size": self._coordinator.world_size}
+        return Source(self._reader, commit, **mine, config=self._items.config)
 
-    def take_over(self, commit: Commit) -> None:
-        """Go on from a commit: its counters now, its items as they are registered."""
+    def take_over(self, commit: Commit, *, afresh: bool = False) -> None:
+        """Go on from a commit: its counters now, its items as they are registered. `afresh`: counters and streams begin anew."""
         self._source = source = self.open(commit)
         self._deferred, self._early, self.damage = [], False, None
+        self._failures.clear()
+        self._afresh = afresh
+        self._ledger.stand_on(commit.id)
+        self.report = LoadReport(commit=commit.id, rng_exact=False)
+        if afresh:
+            self.streams_pending = False
+            self.report.notes.append("a new branch: counters, samplers and random streams begin anew")
+            return
         self.streams_pending = self._with_rng and source.has_rng
         self._progress.resume(commit)
-        self._ledger.resumed = commit
-        self.report = LoadReport(commit=commit.id, rng_exact=False)
         if self._with_rng and not source.has_rng:
             self.report.notes.append("the commit holds no random streams: it was saved with rng=False")
 
@@ -81,7 +93,7 @@ class Resumption:
     def restore(self, name: str) -> None:
         """Restore an item that was just registered, if the commit has it. Raises: StateError; IntegrityError (no commit is whole)."""
         source = self._source
-        if source is None:
+        if source is None or self._begins_anew(name):
             return
         if name not in source.names:
             self.report.missing.append(name)
@@ -92,15 +104,27 @@ class Resumption:
         try:
             self._restore(name, source)
         except IntegrityError as exc:
+            if self._settled:
+                raise  # Steps may have been made: what was restored before belongs to this commit.
             if self._coordinator.world_size > 1:
                 _log.error("commit %s is damaged: %s", source.commit.id, exc)
                 self.damage = str(exc)
                 return
             self._pass_over(source.commit, str(exc))
             self._fall_back()
+        except Exception as exc:
+            if self._settled or self._coordinator.world_size == 1 or not self._items.has_resharder(name):
+                raise
+            # A resharder may fail on one rank only: the first call in which ranks agree raises it on all of them.
+            _log.error("item %r could not be restored: %s", name, exc)
+            self._failures[name] = exc
+
+    def _begins_anew(self, name: str) -> bool:
+        return self._afresh and isinstance(self._items[name], StatefulSampler)
 
     def forget(self, name: str) -> None:
         """An item was unregistered."""
+        self._failures.pop(name, None)
         if name in self._deferred:
             self._deferred.remove(name)
 
@@ -108,32 +132,68 @@ class Resumption:
         if self._items.needs_modules(name, source.node(name)):
             self._deferred.append(name)
             return
-        self._items.restore(name, source)
+        self._restore_item(name, source)
         for waiting in [n for n in self._deferred if not self._items.needs_modules(n, source.node(n))]:
             self._deferred.remove(waiting)
-            self._items.restore(waiting, source)
+            self._restore_item(waiting, source)
         self._report_reads(source)
 
+    def _restore_item(self, name: str, source: Source) -> None:
+        notes = self._items.restore(name, source)
+        self.report.notes += notes
+        for note in notes:
+            _log.info("resuming from commit %s: %s", source.commit.id, note)
+
     def _report_reads(self, source: Source) -> None:
-        self.report.resharded = sorted(set(source.resharded))
+        self.report.resharded = sorted(source.resharded)
+        self.report.resharding = source.resharding()
         self.report.per_rank = list(source.per_rank)
         self.report.bytes_read = source.bytes_read
 
     def restore_all_from(self, commit: Commit) -> None:
-        """Go on from another commit than before. Raises: IntegrityError."""
-        self.take_over(commit)
+        """Resume from an older commit than was meant. Raises: IntegrityError."""
         _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
+        self._restore_all(commit, afresh=self._afresh)
+
+    def check(self, commit: Commit) -> None:
+        """Check that every registered item fits its state in a commit; nothing is touched. Raises: StateError listing what does not."""
+        source = self.open(commit)
+        problems = []
+        for name in [name for name in self._items.names() if name in source.names]:
+            try:
+                self._items.check(name, source)
+            except StateError as exc:
+                problems.append(str(exc))
+        if problems:
+            raise StateError("\n".join(problems))
+
+    def go_to(self, commit: Commit) -> None:
+        """Bring every registered item to a commit that was asked for, never another. Raises: StateError, IntegrityError."""
+        self._settled = True
+        self._restore_all(commit, afresh=False)
+        self.settle()
+        self.restore_streams()
+        self._report_unused()
+
+    def _restore_all(self, commit: Commit, *, afresh: bool) -> None:
+        self.take_over(commit, afresh=afresh)
+        source = self._source
+        assert source is not None
         for name in self._items.names():
-            if self._source is not None and name in self._source.names:
-                self._restore(name, self._source)
+            if name not in source.names:
+                self.report.missing.append(name)
+            elif not self._begins_anew(name):
+                self._restore(name, source)
 
     def settle(self) -> None:
         """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""
+        for failure in self._failures.values():
+            raise failure
         while (source := self._source) is not None and self.damage is None:
             try:
                 # Restoring names what is missing; what is put right is tried again.
                 while self._deferred:
-                    self._items.restore(self._deferred[0], source)
+                    self._restore_item(self._deferred[0], source)
                     del self._deferred[0]
                     self._report_reads(source)
                 if self.streams_pending and source.same_size:
@@ -157,8 +217,12 @@ class Resumption:
         return self._newest_whole()
 
     def finish(self) -> None:
-        """The branch is taken: no other commit is resumed any more. Report what the script does not register."""
-        self._settled = True
+        """No other commit is resumed any more. Report what the script does not register."""
+        if not self._settled:
+            self._settled = True
+            self._report_unused()
+
+    def _report_unused(self) -> None:
         if self._source is not None:
             unused = sorted(self._source.names - set(self._items.names()))
             self.report.unexpected += unused
@@ -170,9 +234,9 @@ class Resumption:
         self._reader.repository.mark(commit.id, "damaged", why=damage)
 
     def _newest_whole(self) -> Commit:
-        commit = newest_whole(self._reader.repository, self._branch)
+        commit = newest_whole(self._reader.repository, self.branch, trusted=self._reader.trusted)
         if commit is None:
-            raise IntegrityError(f"branch {self._branch!r} has no whole commit left; `syckpt verify` says what is damaged")
+            raise IntegrityError(f"branch {self.branch!r} has no whole commit left; `syckpt verify` says what is damaged")
         return commit
 
     def _fall_back(self) -> None:

@@ -38,7 +38,7 @@ _WRITER = (
     "import sys; sys.path[:] = [*filter(None, sys.path), *sys.argv[3:]];"
     " from syckpt.checkpoint.writer import main; sys.exit(main(sys.argv[1:3]))"
 )
-_PACKAGES = ("numpy", "blake3", "backports.zstd", "syckpt")
+_PACKAGES = ("numpy", "blake3", "backports.zstd", "cryptography", "syckpt")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Settings:
     timeout_s: float
     rank: int = 0
     world_size: int = 1
+    signer: str | None = None
+    """Absolute path of the private key that rank 0's writer signs with."""
+    retention: dict[str, Any] | None = None
+    """What rank 0's writer keeps of the branch, as `Retention.to_wire` says it; None for everything."""
 
 
 def _package_folders() -> list[str]:
@@ -117,6 +121,8 @@ class _Process:
     pidfd: int | None
     ready: bool = False
     waits_for: str | None = None
+    tidies: bool = False
+    """Whether it applies retention, after a save that it has announced."""
     slots: set[int] = field(default_factory=set)
     """Slots that this process has mapped, in their present size."""
 
@@ -200,6 +206,17 @@ class Saver:
         self.pump()
         return len(self._in_hand) >= _MAX_SLOTS
 
+    def prewarm(self, parts: Sequence[Part]) -> None:
+        """Make a slot that holds the parts and wait until the writer is ready. Raises: as `prepare`, CoordinationError (not in time)."""
+        self.require_own_process()
+        with self._lock:
+            self._ensure_writer()
+            self._free_slot(layout(parts)[1])
+            deadline = time.monotonic() + self._settings.timeout_s
+            while (process := self._process) is not None and not process.ready:
+                if not self._pump(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise CoordinationError(f"writer process {process.popen.pid} was not ready in {self._settings.timeout_s:g} s")
+
     def submit(
         self,
         commit: str,
@@ -210,10 +227,13 @@ class Saver:
         after: Callable[[], str | None],
         meta: dict[str, Any],
         started: float,
+        layouts: dict[str, Any] | None = None,
+        sharding: dict[str, Any] | None = None,
     ) -> PendingCommit:
         """Copy the parts into a slot and hand them to the writer; on return the caller may change its tensors.
 
-        `items` and `rng` are the structure around the parts, whose entries it counts.
+        `items` and `rng` are the structure around the parts, whose entries it counts; `layouts` is how items are shown (`Config.layouts`),
+        `sharding` what resharders declared of them (`Declared.rows`).
 
         `after()` is the save, or commit, that this one is to follow.
         `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
@@ -242,8 +262,11 @@ class Saver:
                     "offset": offsets,
                     "local": [part.local for part in parts],
                 },
+                "trainable": [index for index, part in enumerate(parts) if part.trainable and part.array is not None],
                 "items": items,
                 "rng": rng,
+                "layouts": layouts or {},
+                "sharding": sharding or {},
                 "meta": meta,
             }
             pending = PendingCommit(commit, self)
@@ -316,7 +339,7 @@ class Saver:
                     pass
 
     def wait_for(self, pending: PendingCommit | None, *, timeout_s: float | None) -> None:
-        """Wait until one save (None: all) is settled.
+        """Wait until one save (None: all, and the retention behind them) is settled.
 
         Raises: TimeoutError after `timeout_s`; without one, CoordinationError after the settings' time.
         """
@@ -331,6 +354,9 @@ class Saver:
                 if timeout_s is not None:
                     raise TimeoutError(f"save {pending or 'in hand'} was not durable within {timeout_s:g} s")
                 raise CoordinationError(f"waited {limit:g} s for saves to become durable: {self._what_is_stuck()}")
+        while pending is None and self._process is not None and self._process.tidies and time.monotonic() < deadline:
+            with self._lock:
+                self._pump(min(0.5, deadline - time.monotonic()))
 
     @property
     def _patience_s(self) -> float:
@@ -377,6 +403,10 @@ class Saver:
         elif kind == "published":
             body, seal = event["body"], event["seal"]
             self._settle(event["id"], commit=Commit.from_body(body, seal=seal, where=event["id"]), durable_s=event["durable_s"])
+            if self._process is not None:
+                self._process.tidies = event["tidies"]
+        elif kind == "tidied" and self._process is not None:
+            self._process.tidies = False
         elif kind == "failed":
             self._settle(event["id"], error=from_wire(event["error"]))
         elif kind == "fatal":
@@ -449,6 +479,8 @@ class Saver:
             "timeout_s": settings.timeout_s,
             "rank": settings.rank,
             "world_size": settings.world_size,
+            "signer": settings.signer,
+            "retention": settings.retention,
         }
         self._take_lease(hold, popen.pid)
         try:
@@ -534,7 +566,7 @@ class Saver:
             if self._settings.rank == 0:
                 self._desk(commit).decide(seal, None if seal is not None else error)
                 return True
-            return self._desk(commit).hand_in(self._settings.rank, None, {}, error)
+            return self._desk(commit).fail(self._settings.rank, error)
         except ConflictError:
             _log.debug("save %s was decided before", commit)
         except SyckptError as exc:

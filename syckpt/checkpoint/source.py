@@ -7,109 +7,77 @@ same size reads its own structure. On another size, and in a plain process, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from syckpt.errors import IntegrityError, NotFoundError, StateError
+from syckpt.checkpoint.content import Content, Stored, whole
+from syckpt.checkpoint.specs import Config
+from syckpt.errors import NotFoundError, StateError
 from syckpt.objects import nodes
-from syckpt.objects.address import BLOCK_NBYTES
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
 from syckpt.objects.dtypes import dtype
-from syckpt.objects.manifest import Entry
-from syckpt.objects.nodes import Node
-from syckpt.repo.reader import Place, Reader, Snapshot
-from syckpt.reshard.merge import merge, renumber
-from syckpt.reshard.plan import Region, block_schedule, copy_block, plan
+from syckpt.objects.nodes import KeyPath, Node
+from syckpt.repo.reader import Reader
+from syckpt.reshard.merge import swap_tensors
+from syckpt.reshard.plan import plan
+from syckpt.reshard.resharder import LoadPlan, LoadSlice, ReshardingInfo, ShardingMetadata, decode_sharding, key_path
 from syckpt.reshard.tensors import is_dtensor, local_boxes
+from syckpt.state.bits import CARRIERS, copy_tensor
 from syckpt.state.fit import fit
 
 __all__ = ["Source", "Stored"]
 
-# Bits are copied, never values: integers of the size, and for 16 bytes the only type that numpy and torch share.
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-@dataclass
-class Stored:
-    """A tensor of the commit: what nodes count. `pieces` are the boxes that ranks stored."""
-
-    path: tuple[Any, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: list[tuple[Box, Entry, Place]] = field(default_factory=list)
-
-    @property
-    def address(self) -> bytes | None:
-        """The content address of a tensor that is stored as a whole; None for one in parts."""
-        return self.pieces[0][1].address if len(self.pieces) == 1 and self.pieces[0][1].box is None else None
+_BETWEEN_NBYTES = 256 << 20  # on the way to other devices and dtypes
 
 
 class Source:
-    """An open commit. `rank` and `world_size` are the reader's; a `world_size` of None is a plain process, which sees all ranks."""
+    """An open commit. `rank` and `world_size` are the reader's; a `world_size` of None is a plain process, which sees all ranks.
 
-    def __init__(self, reader: Reader, commit: Commit, *, rank: int = 0, world_size: int | None = None) -> None:
-        if commit.dropped:
-            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log, its tensors are gone")
+    `config` is the reader's own: it says which formats are read, and what may be missing.
+    """
+
+    def __init__(
+        self, reader: Reader, commit: Commit, *, rank: int = 0, world_size: int | None = None, config: Config | None = None
+    ) -> None:
+        self.content = Content(reader, commit)
         self.commit = commit
+        self.config = config or Config()
         self._reader = reader
-        self._rank = rank
+        self.rank = rank
         self.same_size = world_size == commit.world_size
         """Whether the reader is a rank of a job of the size that saved: then what ranks kept for themselves is exactly theirs."""
-        self.entries: list[Stored] = []
+        self.entries = self.content.entries
         """The tensors; nodes count them."""
-        snapshots = {number: reader.snapshot(commit, number) for number, _ in commit.manifests}
-        numbers = self._collect(snapshots)
-        self._rng = {number: renumber(snapshot.manifest.rng, numbers[number]) for number, snapshot in snapshots.items()}
-        self._items, self.per_rank = self._structure(snapshots, numbers, choose=None if world_size is None else rank % len(snapshots))
+        self.shared = len(self.entries)
+        """How many of them are the commit's; the others are windows that this reader looks through."""
+        self._rng = self.content.rng
+        partial: list[KeyPath] = []
+        self._items, self.per_rank = self._structure(rank, world_size, partial)
+        self._unwindowed: dict[str, Node] = {}
+        self._windows: dict[str, Mapping[str, ShardingMetadata]] = {}
+        self._of_some = {nodes.format_path(path) for path in partial}
+        self.handled: dict[str, list[str]] = {}
+        """By item, the path texts that a resharder of the reader's handled."""
         self._streams: Any = None
-        self.resharded: list[str] = []
-        """Paths whose stored boxes were not the reader's."""
+        self._resharded: dict[str, tuple[Stored, tuple[Box, ...]]] = {}
 
-    def _collect(self, snapshots: Mapping[int, Snapshot]) -> dict[int, dict[int, int]]:
-        """Gather the tensors of all ranks; return, for each rank, which of them its entries are."""
-        known: dict[Any, int] = {}
-        numbers: dict[int, dict[int, int]] = {}
-        for rank, snapshot in snapshots.items():
-            numbers[rank] = {}
-            local = snapshot.manifest.local
-            for index, (entry, place) in enumerate(zip(snapshot.manifest.entries, snapshot.places, strict=True)):
-                # Without several ranks every entry is a tensor of its own, also where two paths have the same text.
-                key: Any = index if len(snapshots) == 1 else (nodes.format_path(entry.path), rank if index in local else None)
-                number = known.setdefault(key, len(self.entries))
-                if number == len(self.entries):
-                    self.entries.append(Stored(entry.path, entry.dtype, entry.shape))
-                stored = self.entries[number]
-                if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-                    raise IntegrityError(
-                        f"commit {self.commit.id}: rank {rank} saved {nodes.format_path(entry.path)} as {entry.dtype} {list(entry.shape)},"
-                        f" another one as {stored.dtype} {list(stored.shape)}"
-                    )
-                if place is not None:
-                    stored.pieces.append((entry.box or _whole(entry.shape), entry, place))
-                numbers[rank][index] = number
-        return numbers
-
-    def _structure(
-        self, snapshots: Mapping[int, Snapshot], numbers: Mapping[int, Mapping[int, int]], *, choose: int | None
-    ) -> tuple[dict[str, Node], list[str]]:
+    def _structure(self, rank: int, world_size: int | None, partial: list[KeyPath]) -> tuple[dict[str, Node], list[str]]:
         """Return the items as this reader sees them, and the paths at which ranks differ and that is not settled by rank."""
-        items = {
-            rank: {name: renumber(node, numbers[rank]) for name, node in snapshot.manifest.items.items()}
-            for rank, snapshot in snapshots.items()
-        }
-        if len(items) == 1 or self.same_size:
-            return items[self._rank if len(items) > 1 else next(iter(items))], []
-        merged: dict[str, Node] = {}
-        differing: list[str] = []
-        for name in dict.fromkeys(name for mine in items.values() for name in mine):
-            parts = {rank: mine[name] for rank, mine in items.items() if name in mine}
-            merged[name], paths = merge(parts, choose=choose, path=(name,))
-            differing += [nodes.format_path(path) for path in paths]
-        return merged, differing
+        items = self.content.items
+        if len(items) == 1 or not self.same_size:
+            return self.content.merged(choose=None if world_size is None else rank % len(items), partial=partial)
+        # What this rank declared as boxes of global tensors comes back as these boxes.
+        return {name: self.windowed(node, (name,), self.declared(name, rank)) for name, node in items[rank].items()}, []
+
+    def declared(self, name: str, rank: int) -> dict[str, ShardingMetadata]:
+        """Return what a rank's resharder declared of an item when it was saved, by path text. Raises: IntegrityError."""
+        rows = self.content.sharding[rank].get(name, [])
+        found = decode_sharding(rows, where=f"commit {self.commit.id}, rank {rank}, item {name!r}")
+        return {nodes.format_path(key_path(name, path)): metadata for path, metadata in found.items()}
 
     @property
     def names(self) -> set[str]:
@@ -133,16 +101,96 @@ class Source:
         except KeyError:
             raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}") from None
 
+    def differing(self, name: str) -> list[str]:
+        """Return the paths of an item at which ranks differ, where that is not settled by rank."""
+        return [path for path in self.per_rank if path == name or path.startswith(f"{name}/")]
+
+    def show(self, name: str, node: Node) -> None:
+        """See an item in another way from here on."""
+        self._unwindowed[name] = self._items[name] = node
+        if name in self._windows:
+            self.window(name, self._windows[name])
+
+    def take_rank(self, name: str, rank: int) -> None:
+        """See an item as that rank saved it wherever ranks differ."""
+        self.show(name, self.content.merged_item(name, choose=rank)[0])
+
+    def window(self, name: str, declared: Mapping[str, ShardingMetadata]) -> None:
+        """See those tensors of an item that the reader's own resharder declares as boxes of global ones as these boxes."""
+        self._windows[name] = declared
+        several = len(self.content.items) > 1
+        base = self.content.items[self.rank].get(name) if self.same_size and several else self._unwindowed.setdefault(name, self.node(name))
+        if base is not None:
+            self._items[name] = self.windowed(base, (name,), declared)
+
+    def of_some_ranks(self, path: str) -> bool:
+        """Whether only some of the ranks that saved had that path, and this reader need not have it either (a stage, an expert)."""
+        return any(path == part or path.startswith(f"{part}/") for part in self._of_some)
+
+    def windowed(self, node: Node, path: KeyPath, declared: Mapping[str, ShardingMetadata]) -> Node:
+        """Return a node, at that path, whose tensors are only the one box each that is declared of them, by path text."""
+        if not any(metadata.dtype is not None and len(metadata.boxes) == 1 for metadata in declared.values()):
+            return node
+        known: dict[tuple[int, Box], int] = {}
+
+        def swap(where: KeyPath, number: int) -> int:
+            metadata, stored = declared.get(nodes.format_path(where)), self.entries[number]
+            if metadata is None or metadata.dtype is None or len(metadata.boxes) != 1 or metadata.global_shape != stored.shape:
+                return number
+            box = metadata.boxes[0]
+            if box.sizes == stored.shape or stored.window is not None:
+                return number
+            if (number, box) not in known:
+                known[number, box] = len(self.entries)
+                self.entries.append(replace(stored, shape=box.sizes, window=box))
+            return known[number, box]
+
+        return swap_tensors(node, swap, path)
+
     def rng(self) -> Any:
         """Return this rank's saved random streams, as `state.rng.capture` made them; read and verified once."""
         if self._streams is None:
-            planned = fit(self._rng[self._rank if self.same_size else min(self._rng)], None, path=("rng",), entries=self.entries)
+            planned = fit(self._rng[self.rank if self.same_size else min(self._rng)], None, path=("rng",), entries=self.entries)
             self._streams = planned.build(self.fetch(dict.fromkeys(planned.fresh)).__getitem__)
         return self._streams
 
     def fits(self, name: str, template: Any) -> bool:
         """Whether an item's structure is the template's."""
         return not fit(self.node(name), template, path=(name,), entries=self.entries).problems
+
+    # -- resharding ----------------------------------------------------------------------------------------------------
+
+    @property
+    def resharded(self) -> list[str]:
+        """Paths whose stored boxes were not the reader's."""
+        return list(self._resharded)
+
+    def resharding(self) -> ReshardingInfo:
+        """Return what went from one layout to another so far; the regions are worked out when they are asked for."""
+        asked = dict(self._resharded)
+        return ReshardingInfo(lambda: {path: self._plan(*what) for path, what in asked.items()}, dict(self.handled))
+
+    def plan(self, wanted: Mapping[int, torch.Tensor | None], *, check: bool = True) -> None:
+        """Report what `fetch` is going to be asked for, and check that it is there, without reading it. Raises: StateError."""
+        for number, target in wanted.items():
+            stored = self.entries[number]
+            boxes = [_whole(stored)] if target is None else [box for box, _ in _boxes(stored, target)]
+            self._note(stored, boxes)
+            if check and [box for box, _, _ in stored.pieces] != boxes:
+                self._plan(stored, tuple(boxes))
+
+    def _note(self, stored: Stored, boxes: Sequence[Box]) -> None:
+        if not set(boxes) <= {box for box, _, _ in stored.pieces}:
+            self._resharded[nodes.format_path(stored.path)] = stored, tuple(boxes)
+
+    def _plan(self, stored: Stored, boxes: tuple[Box, ...]) -> LoadPlan:
+        path = nodes.format_path(stored.path)
+        slices = []
+        for region in plan([box for box, _, _ in stored.pieces], boxes, path=path, reader=self.rank):
+            offsets = zip(boxes[region.target].offsets, region.target_offsets, strict=True)
+            slices.append(LoadSlice(stored.ranks[region.source], Box(tuple(a + b for a, b in offsets), region.sizes)))
+        shape = stored.pieces[0][1].shape if stored.pieces else stored.shape
+        return LoadPlan(shape, stored.dtype, boxes, tuple(slices))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -154,22 +202,46 @@ class Source:
         found: dict[int, torch.Tensor] = {}
         work: list[Callable[[], None]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        between, planned = 0, False
         for number, target in wanted.items():
             stored = self.entries[number]
             found[number] = _new(stored) if target is None else target
-            boxes = local_boxes(found[number], path=nodes.format_path(stored.path))
             targets = []
-            for box, view in boxes:
+            for box, view in _boxes(stored, found[number]):
                 direct = view if _is_host_memory(view) and str(view.dtype) == f"torch.{stored.dtype}" else _new(stored, box.sizes)
                 if direct is not view:
                     copies.append((view, direct))
+                    between += direct.nbytes
                 targets.append((box, direct))
+            self._note(stored, [box for box, _ in targets])
             work += self._tasks(stored, targets)
+            if between > _BETWEEN_NBYTES:
+                if not planned:
+                    self.plan(wanted)  # What is not there is found before the first target is touched.
+                self._run(work, copies)
+                work, copies, between, planned = [], [], 0, True
+        self._run(work, copies)
+        return found
+
+    def _run(self, work: Sequence[Callable[[], None]], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._reader.run(work)
         with torch.no_grad():
             for target, value in copies:
-                target.copy_(value)
-        return found
+                copy_tensor(target, value)
+
+    def read_into(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
+        """Fill a CPU tensor of the stored dtype with any box of the global tensor. Raises: as `read_window`."""
+        self._reader.run(self._tasks(stored, [(box, target)]))
+
+    def new(self, number: int) -> torch.Tensor:
+        """Return an empty CPU tensor for an entry. Raises: StateError."""
+        return _new(self.entries[number])
+
+    def read_window(self, stored: Stored, box: Box) -> torch.Tensor:
+        """Return any box of a tensor as a new one. Raises: StateError (nothing stored covers it), IntegrityError."""
+        made = _new(stored, box.sizes)
+        self.read_into(stored, box, made)
+        return made
 
     def _tasks(self, stored: Stored, targets: Sequence[tuple[Box, torch.Tensor]]) -> list[Callable[[], None]]:
         """Return the tasks, one a block, that bring a tensor's stored boxes into target boxes (contiguous or strided CPU memory)."""
@@ -177,38 +249,19 @@ class Source:
             _, entry, place = stored.pieces[0]
             return self._reader.tasks(entry, place, _memory(targets[0][1]))
         itemsize = dtype(stored.dtype).itemsize
-        path = nodes.format_path(stored.path)
-        if not {box for box, _ in targets} <= {box for box, _, _ in stored.pieces}:
-            self.resharded.append(path)
-        arrays = [_bits(tensor, itemsize) for _, tensor in targets]
-        regions = plan([box for box, _, _ in stored.pieces], [box for box, _ in targets], path=path, reader=self._rank)
-        by_piece: dict[int, list[Region]] = {}
-        for region in regions:
-            by_piece.setdefault(region.source, []).append(region)
-        work: list[Callable[[], None]] = []
-        for source, mine in by_piece.items():
-            box, entry, place = stored.pieces[source]
-            self._reader.check_leaves(entry, place)
-            for block, positions in block_schedule(box.sizes, mine, itemsize=itemsize):
-                takers = [(mine[position], arrays[mine[position].target]) for position in positions]
-                work.append(self._task(entry, place, block, box.sizes, takers, itemsize))
-        return work
-
-    def _task(
-        self, entry: Entry, place: Place, block: int, sizes: tuple[int, ...], takers: Sequence[tuple[Region, Any]], itemsize: int
-    ) -> Callable[[], None]:
-        def run() -> None:
-            data = self._reader.read_block(entry, place, block)
-            for region, array in takers:
-                # With the ellipsis a scalar stays a view.
-                where = (..., *(slice(o, o + n) for o, n in zip(region.target_offsets, region.sizes, strict=True)))
-                copy_block(data, block * BLOCK_NBYTES // itemsize, sizes, region.source_offsets, region.sizes, out=array[where])
-
-        return run
+        return self.content.tasks(stored, [(box, _bits(tensor, itemsize)) for box, tensor in targets], reader=self.rank)
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
+def _whole(stored: Stored) -> Box:
+    return stored.window or whole(stored.shape)
+
+
+def _boxes(stored: Stored, target: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of the global tensor that this rank's target holds, with views of them."""
+    boxes = local_boxes(target, path=nodes.format_path(stored.path))
+    if stored.window is None:
+        return boxes
+    return [(Box(tuple(a + b for a, b in zip(stored.window.offsets, box.offsets, strict=True)), box.sizes), view) for box, view in boxes]
 
 
 def _new(stored: Stored, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -231,7 +284,7 @@ def _is_host_memory(tensor: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor, itemsize: int) -> Any:
     """Return a CPU tensor's elements as numpy integers, in place."""
-    return tensor.detach().view(_CARRIERS[itemsize]).numpy()
+    return tensor.detach().view(CARRIERS[itemsize]).numpy()
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

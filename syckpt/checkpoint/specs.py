@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from syckpt.checkpoint.paths import refuse_collisions
 from syckpt.errors import StateError
+from syckpt.objects import ids
+from syckpt.reshard.resharder import Resharder
+from syckpt.state.formats import check_format, configuration
 
 if TYPE_CHECKING:
     from syckpt.objects.commit import Commit
-    from syckpt.reshard.resharder import Resharder
     from syckpt.state.formats import SerializationFormat
 
 __all__ = ["Config", "ItemSpec", "LayoutInfo"]
@@ -30,29 +33,21 @@ class LayoutInfo:
     serialization_format: SerializationFormat
 
     def __post_init__(self) -> None:
-        parts = self.file_path.split("/") if isinstance(self.file_path, str) else []
-        if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+        if not ids.is_file_path(self.file_path):
             raise StateError(f"LayoutInfo({self.file_path!r}): expected a relative path without '.', '..' or empty parts")
         unknown = set(_PLACEHOLDER.findall(self.file_path)) - {"{rank}"}
         if unknown:
             raise StateError(f"LayoutInfo({self.file_path!r}): {{rank}} is the only placeholder, found {', '.join(sorted(unknown))}")
-        if not all(hasattr(self.serialization_format, name) for name in ("name", "encode", "decode")):
-            raise StateError(
-                f"LayoutInfo({self.file_path!r}, {self.serialization_format!r}): expected a SerializationFormat such as"
-                " TorchSerialization()"
-            )
-
-    def path(self, rank: int) -> str:
-        """Return the logical path of a rank's file."""
-        return self.file_path.replace("{rank}", str(rank))
+        check_format(self.serialization_format, where=f"LayoutInfo({self.file_path!r})")
 
 
 @dataclass(frozen=True)
 class ItemSpec:
     """How one item is kept.
 
-    `requires_copy=False`: the value is host memory and stays as it is until the save is durable, so it is not staged by a copy of ours
-    where that can be spared. `layout`: its logical file (None: the default one). `resharder`: maps it to another world size (None: tensors
+    `requires_copy=False`: the value is host memory and stays as it is until the save is durable. That is a promise to other writers than
+    this one, which reads a copy in any case: the copy that hands the value to the writer process is the only one, and `save()` returns when
+    it is made. `layout`: its logical file (None: the default one). `resharder`: maps it to another world size (None: tensors
     by their boxes). `required=False`: a commit without it, or one that it does not fit, is reported and not an error.
     `on_world_change`: what another number of ranks makes of an object that each rank had for itself: "raise", "mod" (rank r takes that of
     r mod old size), "rank0".
@@ -69,6 +64,8 @@ class ItemSpec:
             raise StateError(f"on_world_change={self.on_world_change!r}: expected 'raise', 'mod', 'rank0' or None")
         if self.layout is not None and not isinstance(self.layout, LayoutInfo):
             raise StateError(f"layout={self.layout!r}: expected LayoutInfo(file_path, serialization_format) or None")
+        if not (self.resharder is None or isinstance(self.resharder, Resharder)):
+            raise StateError(f"resharder={self.resharder!r}: expected an instance of a Resharder such as DTensorResharder(), or None")
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,7 @@ class Config:
                 raise StateError(f"items: {name!r} is not an item's name: letters, digits, - and _ only")
             if not isinstance(spec, ItemSpec):
                 raise StateError(f"items[{name!r}]={spec!r}: expected an ItemSpec")
+        self.layouts(self.items)
         if self.default is not None and not isinstance(self.default, ItemSpec):
             raise StateError(f"default={self.default!r}: expected an ItemSpec, or None for strict names")
 
@@ -117,6 +115,29 @@ class Config:
             raise StateError(
                 f"item {name!r} is not listed in Config.items and Config.default is None; listed: {', '.join(sorted(self.items)) or 'none'}"
             )
+        return found
+
+    def formats(self, names: Iterable[str]) -> dict[str, SerializationFormat]:
+        """Return the formats of those items that have a layout, for `flatten`. Raises: StateError for a name that is not listed."""
+        layouts = ((name, self.spec(name).layout) for name in names)
+        return {name: layout.serialization_format for name, layout in layouts if layout is not None}
+
+    def one_file(self, name: str) -> str | None:
+        """Return the path of an item's file where all ranks share one by its layout, else None."""
+        layout = self.spec(name).layout
+        return None if layout is None or "{rank}" in layout.file_path else layout.file_path
+
+    def layouts(self, names: Iterable[str], *, world_size: int = 1) -> dict[str, list[Any]]:
+        """Return how these items are shown, for the manifest.
+
+        Raises: StateError for a name that is not listed, and for two items that would be one file of the commit's tree.
+        """
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            layout = self.spec(name).layout
+            if layout is not None:
+                found[name] = [layout.file_path, layout.serialization_format.name, configuration(layout.serialization_format)]
+        refuse_collisions(names, found, world_size=world_size)
         return found
 
 

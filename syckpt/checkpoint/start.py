@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any
 
+from syckpt.checkpoint.keys import Keys
 from syckpt.checkpoint.resume import newest_whole
 from syckpt.dist import topology
 from syckpt.dist.coordinator import Coordinator
-from syckpt.errors import CoordinationError, NotFoundError, SyckptError
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, SyckptError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
-from syckpt.repo import documents, history, leases
+from syckpt.repo import branches, documents, history, leases
 from syckpt.repo.repository import Repository
+from syckpt.repo.signing import Trusted, require_signed
 from syckpt.repo.transaction import Hold, newest_readable, open_branch
 from syckpt.stores.base import StoreSpec
 
-__all__ = ["Arguments", "Start", "agree_on_start", "open_for_writing"]
+__all__ = ["Arguments", "Seat", "Start", "agree_on_start"]
+
+_log = logging.getLogger("syckpt")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Arguments:
     root: str
     branch: str | None
     base: str | None
+    run_mode: str
     resume: bool
     maximize: bool
     async_save: bool
@@ -42,24 +49,60 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Start:
-    """What was decided: the branch and its tip as they are, the commit to go on from, whether it begins a new branch, who is writing."""
+    """What was decided: the branch and its tip as they are, the commit to go on from, and who is writing.
+
+    `forks`: the branch has no record yet and begins at that commit. `afresh`: its state is taken, its counters are not.
+    `parent`: what the first save follows.
+    """
 
     repository: str
     branch: str
     tip: str | None
     resumed: str | None
+    parent: str | None
     forks: bool
+    afresh: bool
     run: str
     token: str
     hello: str
 
 
-def agree_on_start(coordinator: Coordinator, spec: StoreSpec, arguments: Arguments) -> tuple[Repository, Start]:
+class Seat:
+    """The branch that a manager writes, as it was when it was chosen; moves with the manager."""
+
+    def __init__(self, repository: Repository, start: Start, *, rank: int) -> None:
+        self.start = start
+        self._repository = repository
+        self._rank = rank
+
+    def move(self, branch: str, *, tip: str) -> None:
+        """Go to another branch, whose tip is known."""
+        self.start = replace(self.start, branch=branch, tip=tip, forks=False)
+
+    def take(self) -> Hold:
+        """Rank 0: open the branch for writing. Raises: ConflictError naming a holder that lives, or a tip that moved."""
+        return self._open(self.start.tip)
+
+    def reopen(self, hold: Hold, tip: str | None) -> Hold:
+        """Open the branch anew after a writer died. Only rank 0's writer publishes, so only it has to be fenced."""
+        return self._open(tip) if self._rank == 0 else replace(hold, tip=tip)
+
+    def _open(self, expected: str | None) -> Hold:
+        start = self.start
+        fork = self._repository.read_commit(start.resumed) if start.forks and start.resumed is not None else None
+        leases.await_holder(self._repository, start.branch, run=start.run, token=start.token)
+        return open_branch(self._repository, start.branch, run=start.run, expected=expected, start=fork)
+
+
+def agree_on_start(
+    coordinator: Coordinator, spec: StoreSpec, arguments: Arguments, *, keys: Keys | None = None
+) -> tuple[Repository, Start]:
     """Open (or make) the repository and choose what to resume from, alike on all ranks; no tensor is read.
 
     Raises: CoordinationError when ranks were given different arguments or do not see one directory; IntegrityError when the branch has
-    commits but none is whole; NotFoundError (`base`); StoreError.
+    commits but none is whole, or the one found is not signed by a trusted key; NotFoundError (`base`); StoreError; `keys.error`.
     """
+    given = keys or Keys()
 
     def decide(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for rank, other in enumerate(values):
@@ -67,9 +110,9 @@ def agree_on_start(coordinator: Coordinator, spec: StoreSpec, arguments: Argumen
             if differing:
                 told = ", ".join(f"{name}={other[name]!r} (rank 0: {values[0][name]!r})" for name in differing)
                 raise CoordinationError(f"rank {rank} made its manager with {told}: give all ranks the same")
-        return asdict(_choose(spec, arguments, several=coordinator.world_size > 1))
+        return asdict(_choose(spec, arguments, given.trusted, several=coordinator.world_size > 1))
 
-    start = Start(**coordinator.agree("CheckpointManager()", asdict(arguments), decide))
+    start = Start(**coordinator.agree("CheckpointManager()", asdict(arguments), decide, error=given.error))
     repository: Repository | None = None
     error: SyckptError | None = None
     try:
@@ -94,17 +137,27 @@ def agree_on_start(coordinator: Coordinator, spec: StoreSpec, arguments: Argumen
     return repository, start
 
 
-def _choose(spec: StoreSpec, arguments: Arguments, *, several: bool) -> Start:
+def _choose(spec: StoreSpec, arguments: Arguments, trusted: Trusted | None, *, several: bool) -> Start:
     """Rank 0: look at the repository."""
     repository = Repository.open_or_create(spec)
     branch = ids.check_name(arguments.branch, what="branch") if arguments.branch is not None else repository.head_branch()
+    run = topology.run_id()
+    afresh = False
+    if arguments.run_mode == "new_branch":
+        branch, afresh = _new_branch(repository, branch, run=run, trusted=trusted)
     leases.await_drain(repository, branch)
     record, _ = newest_readable(repository, branch)
+    begins = record is None or record.deleted
     commit: Commit | None = None
-    if arguments.resume and record is None:
+    if arguments.resume and begins:
         commit = _fork_point(repository, arguments)
+        if commit is not None and trusted is not None:
+            require_signed(repository, commit, trusted)
     elif arguments.resume:
-        commit = newest_whole(repository, branch)
+        commit = newest_whole(repository, branch, trusted=trusted)
+    parent = commit
+    if parent is None and arguments.run_mode == "append":
+        parent = _readable_tip(repository, branch)
     token, hello = secrets.token_hex(8), ""
     if several:
         hello = f"hello/{token}.json"
@@ -114,11 +167,48 @@ def _choose(spec: StoreSpec, arguments: Arguments, *, several: bool) -> Start:
         branch=branch,
         tip=None if record is None else record.commit,
         resumed=None if commit is None else commit.id,
-        forks=commit is not None and record is None,
-        run=topology.run_id(),
+        parent=None if parent is None else parent.id,
+        forks=commit is not None and begins,
+        afresh=afresh,
+        run=run,
         token=token,
         hello=hello,
     )
+
+
+def _new_branch(repository: Repository, source: str, *, run: str, trusted: Trusted | None) -> tuple[str, bool]:
+    """Fork a branch from the tip of `source`; return its name, and whether it is new.
+
+    A relaunch of the same run goes on with the branch that it made. A branch without commits has nothing to fork.
+    """
+    taken = set(repository.refs.names("heads"))
+    for number in count(2):
+        name = f"{source}-{number}"
+        if name in taken and not topology.outlives_process(run):
+            continue
+        if name in taken:
+            first = repository.refs.read(f"heads/{name}", repository.refs.numbers(f"heads/{name}")[0])
+            if first.reason == "create" and first.run == run:
+                return name, first.commit == repository.refs.read(f"heads/{name}", repository.refs.numbers(f"heads/{name}")[-1]).commit
+            continue
+        commit = newest_whole(repository, source, trusted=trusted)
+        if commit is None:
+            return source, False
+        with suppress(ConflictError):  # Another run took this number; the next one is free.
+            branches.create(repository, name, commit, run=run)
+            return name, True
+    raise AssertionError("unreachable")
+
+
+def _readable_tip(repository: Repository, branch: str) -> Commit | None:
+    """Return what a save follows that begins with a state of its own."""
+    try:
+        return history.tip(repository, branch)
+    except NotFoundError:
+        return None
+    except IntegrityError as exc:
+        _log.warning("the first save will have no parent: %s", exc)
+        return None
 
 
 def _fork_point(repository: Repository, arguments: Arguments) -> Commit | None:
@@ -139,9 +229,3 @@ def _check_shared(repository: Repository, start: Start, rank: int) -> None:
             f"rank {rank} sees another directory at {repository.store.describe()} than rank 0 does (a copy, or a disk of its own node):"
             " all ranks need one that they share"
         )
-
-
-def open_for_writing(repository: Repository, start: Start, *, fork: Commit | None, expected: str | None) -> Hold:
-    """Rank 0: take the branch. Raises: ConflictError naming a holder that lives, or a tip that moved."""
-    leases.await_holder(repository, start.branch, run=start.run, token=start.token)
-    return open_branch(repository, start.branch, run=start.run, expected=expected, start=fork)

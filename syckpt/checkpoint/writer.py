@@ -21,17 +21,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone
-from syckpt.errors import RankTimeout, SyckptError, from_wire, to_wire
+from syckpt.errors import ConflictError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
+from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Lease, Owner
 from syckpt.repo import leases, owner
 from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.receipts import Desk, Receipt
 from syckpt.repo.repository import Repository
-from syckpt.repo.transaction import Hold, Transaction, recover
+from syckpt.repo.retention import Keeper, Retention
+from syckpt.repo.signing import Signer
+from syckpt.repo.transaction import Hold, Transaction, blobs_of, recover, refuse_if_fenced
 from syckpt.stores.base import StoreSpec
 
 _log = logging.getLogger("syckpt")
@@ -124,6 +127,12 @@ class _Writer:
         self._owner = owner.this_process()
         self._rank, self._world_size = start["rank"], start["world_size"]
         self._timeout_s = start["timeout_s"]
+        # Opened now, not at a save: a key that cannot be read is told before anything is written.
+        self._signer = Signer.open(start["signer"]) if start["signer"] is not None and self._rank == 0 else None
+        self._keeper: Keeper | None = None
+        if start["retention"] is not None and self._rank == 0:
+            rule, maximize = Retention.from_wire(start["retention"])
+            self._keeper = Keeper(self._repository, self._hold.branch, rule, maximize=maximize)
         trainer = Owner.from_body(start["trainer"], where="the trainer's start message")
         lease = Lease(self._hold.branch, self._hold.run, self._hold.generation, start["token"], trainer, self._owner, 0)
         self._renewal = _Renewal(self._repository, lease) if self._rank == 0 else None
@@ -163,7 +172,21 @@ class _Writer:
             _tell(self._channel, {"event": "failed", "id": message["id"], "error": to_wire(exc)})
             return
         durable_s = time.perf_counter() - begun
-        _tell(self._channel, {"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s})
+        event = {"event": "published", "id": commit.id, "seal": commit.seal, "body": commit.to_body(), "durable_s": durable_s}
+        _tell(self._channel, {**event, "tidies": self._keeper is not None})
+        if self._keeper is not None:
+            self._tidy(self._keeper, commit)
+            _tell(self._channel, {"event": "tidied"})
+
+    def _tidy(self, keeper: Keeper, commit: Commit) -> None:
+        """Apply retention to the branch. The save is announced: whatever fails here is tried again behind the next one."""
+        try:
+            done = keeper.apply(guard=lambda: refuse_if_fenced(self._repository, self._hold))
+        except Exception as exc:  # noqa: BLE001 - it must never fail a save
+            _log.warning("commit %s is saved; retention failed, and is tried again after the next save: %s", commit.id, exc)
+            return
+        if done.dropped:
+            _log.debug("retention dropped %d commits and freed %d bytes", len(done.dropped), done.freed_nbytes)
 
     def _commit(self, message: dict[str, Any], begun: float) -> Commit:
         commit = self._lead(message, begun) if self._rank == 0 else self._follow(message)
@@ -188,10 +211,12 @@ class _Writer:
             transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
             packed = self._pack(message, parent)
             others = self._collect(desk, message["id"])
-            tables = [packed.locations, *(self._reader.table((message["id"], other.rank)) for other in others)]
+            tables = [packed.locations, *self._suspect(message["id"], others)]
             parts = [Receipt(0, packed.manifest_seal, packed.stats), *others]
             commit = self._describe(message, parent, parts, begun)
-            self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables)
+            if self._world_size > 1:
+                desk.require_undecided()
+            self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables, signer=self._signer)
         except BaseException as exc:
             if self._world_size == 1:
                 self._give_up(message["id"], transaction, desk, exc)
@@ -207,11 +232,24 @@ class _Writer:
             before.clear(wait_s=0.0)
         return commit
 
+    def _suspect(self, commit: str, others: list[Receipt]) -> list[Locations]:
+        """Return the locations of ranks that name a blob which is not there: repack may have moved its bytes, which only they would tell.
+
+        Reading those of all ranks would take seconds a thousand of them.
+        """
+        sizes = {key: size for other in others for key, size in other.blobs.items()}
+        absent = {key for key, size in sizes.items() if self._repository.store.size(key) != size}
+        return [self._reader.table((commit, other.rank)) for other in others if not absent.isdisjoint(other.blobs)]
+
     def _collect(self, desk: Desk, commit: str) -> list[Receipt]:
         ranks = range(1, self._world_size)
         if ranks:
             self._waits(f"the parts of rank(s) {', '.join(map(str, ranks))} of save {commit}")
-        receipts = desk.collect(ranks)
+        try:
+            receipts = desk.collect(ranks)
+        except (RankFailure, RankTimeout):
+            refuse_if_fenced(self._repository, self._hold)  # that would be the cause
+            raise
         self._waits(None)
         return receipts
 
@@ -232,6 +270,8 @@ class _Writer:
     def _decide(desk: Desk, seal: str | None, error: BaseException | None) -> None:
         try:
             desk.decide(seal, error)
+        except ConflictError:
+            _log.debug("another rank has given the save up")
         except SyckptError as exc:
             # They find out by their deadline, and by the branch's records.
             _log.warning("the other ranks could not be told how the save went: %s", exc)
@@ -244,26 +284,26 @@ class _Writer:
             desk.await_intent()
         except RankTimeout as exc:
             # Should rank 0 come to it yet, it need not wait for this part.
-            desk.hand_in(self._rank, None, {}, exc)
+            desk.fail(self._rank, exc)
             raise
         self._waits(None)
         failure: BaseException | None = None
         try:
             packed = self._pack(message, self._parent(message["after"]))
-            desk.hand_in(self._rank, packed.manifest_seal, packed.stats)
+            desk.hand_in(Receipt(self._rank, packed.manifest_seal, packed.stats, blobs_of(self._reader, packed.locations)))
         except Exception as exc:  # noqa: BLE001 - rank 0 hears of it, whatever it was, and every rank fails alike
             failure = exc
         if failure is not None:
             # A receipt may be there though writing it failed: then this part is good.
-            desk.hand_in(self._rank, None, {}, failure)
+            desk.fail(self._rank, failure)
         try:
             self._waits(f"rank(s) 0 to decide on save {commit}")
             seal = desk.await_verdict(self._rank)
             self._waits(None)
-        except RankTimeout:
-            raise  # Undecided: rank 0 may still publish it. If it does not, recovery removes what is here.
         except SyckptError:
-            self._remove_part(desk, commit)
+            if desk.is_settled:
+                self._remove_part(desk, commit)
+            # Else rank 0 may be about to publish it. If it does not, it, or recovery, removes what is here.
             raise
         return self._repository.read_commit(commit, seal=seal)
 
@@ -285,7 +325,8 @@ class _Writer:
             for path, dtype, shape, box, offset, local in zip(*columns, strict=True)
         ]
         memory = memoryview(self._slots[message["slot"]]) if any(s.offset is not None for s in staged) else memoryview(b"")
-        return self._packer.pack(message["id"], parent=parent, staged=staged, memory=memory, items=message["items"], rng=message["rng"])
+        facts = {name: message[name] for name in ("items", "rng", "layouts", "sharding", "trainable")}
+        return self._packer.pack(message["id"], parent=parent, staged=staged, memory=memory, **facts)
 
     def _parent(self, after: str | None) -> Commit | None:
         """Return the newest published ancestor of the state: parents are fixed here, in queue order."""
@@ -300,6 +341,7 @@ class _Writer:
     def _describe(self, message: dict[str, Any], parent: Commit | None, parts: list[Receipt], begun: float) -> Commit:
         meta = message["meta"]
         figures = {**meta["stats"], **_together([part.stats for part in parts]), "writer_s": time.perf_counter() - begun}
+        figures["steps"] = meta["step"] - (parent.step if parent is not None else 0)
         return Commit(
             id=message["id"],
             parents=() if parent is None else (parent.id,),
@@ -342,9 +384,12 @@ def _named(exc: BaseException, commit: str, *, rank: int) -> SyckptError:
     return from_wire({**wire, "message": where + wire["message"]})
 
 
+_SUMS = ("staged_bytes", "deduplicated_bytes", "encoded_bytes", "written_bytes", "trainable", "unchanged_trainable")
+
+
 def _together(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's figures with the bytes of all ranks."""
-    sums = {name: sum(part[name] for part in stats) for name in ("staged_bytes", "deduplicated_bytes", "encoded_bytes", "written_bytes")}
+    """Return rank 0's figures with the bytes, and the trainable tensors, of all ranks."""
+    sums = {name: sum(part[name] for part in stats) for name in _SUMS}
     return {**stats[0], **sums, "ratio": sums["staged_bytes"] / max(1, sums["written_bytes"])}
 
 

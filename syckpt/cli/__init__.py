@@ -23,7 +23,29 @@ from syckpt.errors import SyckptError, exit_code
 
 __all__ = ["main"]
 
-_COMMANDS = ("log", "show", "ls", "verify", "help")
+_COMMANDS = (
+    "log",
+    "show",
+    "diff",
+    "ls",
+    "cat",
+    "checkout",
+    "export",
+    "status",
+    "branch",
+    "tag",
+    "reflog",
+    "best",
+    "similar",
+    "verify",
+    "retain",
+    "gc",
+    "repack",
+    "du",
+    "keygen",
+    "sign",
+    "help",
+)
 
 
 class _Commands(click.Group):
@@ -62,14 +84,17 @@ def main(ctx: click.Context, directory: str | None, as_json: bool) -> None:
     best; each followed by ~N (N commits earlier), a branch also by @{N} (N moves ago).
 
     \b
-    Exit status: 0 all is well, 2 wrong call, 3 not found, 4 conflict, 5 damaged,
-    6 a newer format, 7 the disk failed, 8 state does not fit, 9 coordination.
+    Exit status: 0 all is well, 1 it differs (diff --quiet), 2 wrong call, 3 not found,
+    4 conflict, 5 damaged, 6 a newer format, 7 the disk failed, 8 state does not fit, 9 coordination.
 
     \b
     Examples:
       syckpt log                       the commits of the experiment around here
       syckpt -C runs/exp1 log --graph --all
+      syckpt status                    who is writing, what is damaged, what to do next
       syckpt show best                 the commit with the lowest metric, in full
+      syckpt diff HEAD~1 HEAD          what the last save changed
+      syckpt branch wide --at main~3   a branch that begins three commits back
       syckpt ls HEAD~3 model --long    its tensors, and how they are stored
       syckpt verify                    read everything and check it
       syckpt help log                  a command's help

@@ -1,69 +1,21 @@
-"""Commits and the names that lead to them, as the commands show them."""
+"""Commits, as the commands show them."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from syckpt.cli import output
-from syckpt.errors import IntegrityError
+from syckpt.errors import IntegrityError, NotFoundError
 
 if TYPE_CHECKING:
     from syckpt.objects.commit import Commit
+    from syckpt.repo.labels import Labels
     from syckpt.repo.repository import Repository
 
-__all__ = ["Labels", "age", "created", "epoch", "marks", "record", "short_id"]
-
-
-class Labels:
-    """The branches and tags of a repository, by commit. What cannot be read is left out and kept in `problems`."""
-
-    def __init__(self, repository: Repository) -> None:
-        self.problems: list[IntegrityError] = []
-        self.tips: dict[str, str | None] = {}
-        """The commits that refs name, with the seal that the ref binds."""
-        self.head: str | None = None
-        self._refs: defaultdict[str, list[str]] = defaultdict(list)
-        try:
-            self.head = repository.head_branch()
-        except IntegrityError as exc:
-            self.problems.append(exc)
-        for kind in ("heads", "tags"):
-            self._read(repository, kind)
-
-    def _read(self, repository: Repository, kind: str) -> None:
-        try:
-            names = repository.refs.names(kind)
-        except IntegrityError as exc:
-            self.problems.append(exc)
-            return
-        for name in names:
-            try:
-                record = repository.refs.head(f"{kind}/{name}")
-            except IntegrityError as exc:
-                self.problems.append(exc)
-                continue
-            if record is not None and record.commit is not None:
-                self.tips.setdefault(record.commit, record.commit_seal)
-                self._refs[record.commit].append(f"{kind}/{name}")
-
-    def refs(self, commit: Commit) -> list[str]:
-        """Return the full names of the refs at a commit: `heads/main`, `tags/v1`."""
-        return self._refs.get(commit.id, [])
-
-    def tags(self, commit: Commit) -> list[str]:
-        """Return the tags that are at a commit now."""
-        return [ref.removeprefix("tags/") for ref in self.refs(commit) if ref.startswith("tags/")]
-
-    def text(self, commit: Commit) -> str:
-        """Return `(HEAD -> main, other, tag: v1, name: x)`, or nothing."""
-        branches = [ref.removeprefix("heads/") for ref in self.refs(commit) if ref.startswith("heads/")]
-        names = [f"HEAD -> {branch}" if branch == self.head else branch for branch in sorted(branches, key=lambda b: (b != self.head, b))]
-        names += [f"tag: {tag}" for tag in self.tags(commit)]
-        # The name of a dropped commit is free again.
-        names += [f"name: {commit.name}"] if commit.name is not None and not commit.dropped else []
-        return f"({', '.join(map(output.printable, names))})" if names else ""
+__all__ = ["age", "brief", "created", "epoch", "facts", "lines_of", "marks", "named", "record", "short_id"]
 
 
 def short_id(commit: str) -> str:
@@ -78,7 +30,7 @@ def epoch(commit: Commit) -> str:
 
 def marks(commit: Commit) -> list[str]:
     """Return the marks beside a commit."""
-    return [name for name in ("dropped", "damaged", "preempted") if getattr(commit, name)]
+    return commit.marks
 
 
 def created(commit: Commit) -> str:
@@ -114,3 +66,49 @@ def record(commit: Commit, labels: Labels) -> dict[str, Any]:
         "damaged": commit.damaged,
         "preempted": commit.preempted,
     }
+
+
+def named(repository: Repository, kind: str, problems: list[IntegrityError]) -> dict[str, Commit]:
+    """Return the commits that the refs of a class name, by the refs' names. What cannot be read is added to `problems`."""
+    found = {}
+    for name, ref in repository.refs.heads(kind, problems=problems).items():
+        if ref.commit is None:
+            continue
+        try:
+            found[name] = repository.read_commit(ref.commit, seal=ref.commit_seal)
+        except IntegrityError as exc:
+            problems.append(exc)
+        except NotFoundError:
+            problems.append(IntegrityError(f"objects/{ref.commit}.json: missing, though {kind}/{name} names it; run `syckpt verify`"))
+    return found
+
+
+def brief(commit: Commit) -> dict[str, Any]:
+    """Return what tells a commit in a list of refs, for JSON."""
+    return {
+        "commit": commit.id,
+        "step": commit.step,
+        "epoch": commit.epoch,
+        "metric": commit.metric,
+        "message": commit.message,
+        "created": commit.created.isoformat(timespec="milliseconds"),
+        **{mark: getattr(commit, mark) for mark in ("dropped", "damaged", "preempted")},
+    }
+
+
+def facts(commit: Commit) -> str:
+    """Return step, metric, marks and age in a few words."""
+    metric = [] if commit.metric is None else [f"metric {output.number(commit.metric)}"]
+    return ", ".join([f"step {commit.step}", *metric, *commit.marks, age(commit)])
+
+
+def lines_of(refs: dict[str, Commit]) -> list[tuple[str, str]]:
+    """Return a padded name and a line about its commit, for each ref; cut to the terminal."""
+    rows = [[output.printable(name), short_id(commit.id), facts(commit)] for name, commit in refs.items()]
+    found = []
+    for commit, (name, short, about) in zip(refs.values(), output.aligned(rows), strict=True):
+        columns = output.width()
+        message = output.printable(commit.message.partition("\n")[0])
+        text = output.cut(f"{about}  {message}".rstrip(), None if columns is None else max(0, columns - len(name) - len(short) - 6))
+        found.append((name, f"{click.style(short, fg='yellow')}  {text}"))
+    return found

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from syckpt.cli import commits as shown
-from syckpt.cli import graph, output
+from syckpt.cli import output
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
 from syckpt.errors import IntegrityError, NotFoundError
 
 if TYPE_CHECKING:
     from syckpt.objects.commit import Commit
+    from syckpt.repo.labels import Labels
     from syckpt.repo.repository import Repository
 
 __all__ = ["command"]
@@ -49,11 +50,15 @@ def command(invocation: Invocation, rev: str | None, count: int | None, as_graph
     """
     if rev is not None and every:
         raise click.UsageError("--all shows everything: name either it or REV")
+    from syckpt.repo import graph, history
+    from syckpt.repo.labels import Labels
+
     repository = invocation.repository()
-    labels = shown.Labels(repository)
+    labels = Labels(repository)
     problems = [*labels.problems]
     if every:
-        commits = graph.order(_everything(repository, labels, problems), by_branch=as_graph)[:count]
+        everything = history.reachable(repository, labels.tips, problems=problems)
+        commits = graph.order(everything.values(), by_branch=as_graph)[:count]
     else:
         commits = list(islice(_back(repository, rev or "HEAD", problems), count))
     if invocation.as_json:
@@ -77,26 +82,10 @@ def _back(repository: Repository, rev: str, problems: list[IntegrityError]) -> I
         problems.append(exc)
 
 
-def _everything(repository: Repository, labels: shown.Labels, problems: list[IntegrityError]) -> list[Commit]:
-    """Return every commit that a branch or a tag leads to, in no order."""
-    from syckpt.repo import history
-
-    found: dict[str, Commit] = {}
-    for tip, seal in labels.tips.items():
-        try:
-            for commit in history.walk(repository, repository.read_commit(tip, seal=seal)):
-                if commit.id in found:
-                    break
-                found[commit.id] = commit
-        except NotFoundError:
-            problems.append(IntegrityError(f"objects/{tip}.json: missing, though a ref names it; run `syckpt verify`"))
-        except IntegrityError as exc:
-            problems.append(exc)
-    return list(found.values())
-
-
-def _lines(commits: list[Commit], labels: shown.Labels, *, as_graph: bool, oneline: bool) -> Iterator[str]:
+def _lines(commits: list[Commit], labels: Labels, *, as_graph: bool, oneline: bool) -> Iterator[str]:
     """Yield the lines of a log: one a commit, or two where the terminal is narrow."""
+    from syckpt.repo import graph
+
     narrow = output.is_narrow() and not oneline
     rows = list(graph.draw(commits)) if as_graph else [graph.Row(commit, (), "", "", ()) for commit in commits]
     cells = [_cells(commit, oneline=oneline, narrow=narrow) for commit in commits]
@@ -140,7 +129,7 @@ def _cells(commit: Commit, *, oneline: bool, narrow: bool) -> list[str]:
     ]
 
 
-def _tail(commit: Commit, labels: shown.Labels, *, room: int | None) -> str:
+def _tail(commit: Commit, labels: Labels, *, room: int | None) -> str:
     """Return marks, names and the message's first line, which is cut to what is left of `room`."""
     marks, names = "".join(f"[{mark}]" for mark in shown.marks(commit)), labels.text(commit)
     lead = " ".join(filter(None, (marks, names)))

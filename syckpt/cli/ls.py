@@ -1,4 +1,4 @@
-"""`syckpt ls`: the entries of a commit, and how they are stored. Reads manifests and locations, no tensors."""
+"""`syckpt ls`: the files of a commit's tree, its entries, and how they are stored. Reads manifests and locations, no tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from syckpt.cli import commits as shown
-from syckpt.cli import output
+from syckpt.cli import output, trees
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
 from syckpt.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from syckpt.checkpoint.tree import File
     from syckpt.objects.manifest import Entry
     from syckpt.repo.reader import Place, Snapshot
 
@@ -50,27 +51,30 @@ class _Value:
     value: Any
 
 
-@click.command("ls", short_help="The tensors of a commit.")
+@click.command("ls", short_help="The files and tensors of a commit.")
 @click.argument("rev", default="HEAD")
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
 @click.option("--long", "-l", "as_long", is_flag=True, help="Also how each is stored.")
+@click.option("--files", "files_only", is_flag=True, help="The files alone.")
 @click.option("--values", "with_values", is_flag=True, help="Also numbers, texts and other leaves.")
 @json_option
 @pass_invocation
-def command(invocation: Invocation, rev: str, paths: tuple[str, ...], as_long: bool, with_values: bool) -> None:
-    """List the tensors of a commit (REV, default: HEAD): element type, shape, raw bytes, path.
+def command(invocation: Invocation, rev: str, paths: tuple[str, ...], as_long: bool, files_only: bool, with_values: bool) -> None:
+    """List what a commit holds (REV, default: HEAD). First the files of its tree, which `syckpt cat` and `syckpt checkout` write: format,
+    bytes where they are known beforehand, path. Then its tensors: element type, shape, raw bytes, path.
 
-    A PATH selects what is at or below it: `model`, `model/encoder*`, `'*/exp_avg'`; `*` also matches `/`.
+    A PATH selects files by their path or item, and what is at or below it: `model`, `model/encoder*`, `'*/exp_avg'`; `*` also matches `/`.
 
     --long adds the stored bytes, how many times smaller that is, the content address, and how: "raw" bytes, byte "planes" or a "delta"
     against the commit's keyframe; "pointer" means that the bytes are those of an earlier commit, which is named.
 
-    JSON: a list of objects, always with everything; with --values objects of the kind "value" too. Floats that are no numbers are
-    the texts "nan", "inf" and "-inf".
+    JSON: a list of objects of the kinds "file" and "tensor", always with everything; with --values of the kind "value" too. Floats that
+    are no numbers are the texts "nan", "inf" and "-inf".
 
     \b
     Examples:
-      syckpt ls                         all tensors of the newest commit
+      syckpt ls                         all of the newest commit
+      syckpt ls best --files            what `syckpt cat best:...` takes
       syckpt ls HEAD~2 model            those of the item `model`, two commits ago
       syckpt ls best 'optimizer/*/exp_avg' --long
       syckpt ls HEAD scheduler --values
@@ -83,18 +87,31 @@ def command(invocation: Invocation, rev: str, paths: tuple[str, ...], as_long: b
     if commit.dropped:
         raise NotFoundError(f"the content of commit {commit.id} was removed by retention; `syckpt show {commit.id}` shows its record")
     reader = Reader(repository)
+    files = [file for file in trees.open_tree(repository, commit.id).files() if _selects(file, paths)]
     found: list[_Tensor | _Value] = []
-    for rank, _ in commit.manifests:
+    for rank, _ in () if files_only else commit.manifests:
         snapshot = reader.snapshot(commit, rank)
         found += _tensors(snapshot)
         found += _values(snapshot) if with_values else []
     chosen = [item for item in found if _matches(item.path, paths)]
-    if paths and not chosen:
+    if paths and not chosen and not files:
         raise NotFoundError(f"nothing in commit {commit.id} matches {' '.join(paths)}; `syckpt ls {rev} --values` lists all")
     if invocation.as_json:
-        output.echo_json([{"kind": item.kind, **asdict(item)} for item in chosen])
-    elif chosen:
-        output.echo(_lines(chosen, as_long=as_long, several=len(commit.manifests) > 1))
+        output.echo_json([*map(trees.record, files), *({"kind": item.kind, **asdict(item)} for item in chosen)])
+        return
+    lines = _file_lines(files) if files else []
+    if chosen:
+        lines += [*([""] if files else []), *_lines(chosen, as_long=as_long, several=len(commit.manifests) > 1)]
+    output.echo(lines)
+
+
+def _selects(file: File, patterns: Sequence[str]) -> bool:
+    return _matches(file.path, patterns) or (file.item is not None and file.item in patterns)
+
+
+def _file_lines(files: Sequence[File]) -> list[str]:
+    rows = [(output.printable(file.form), output.nbytes(file.nbytes), output.printable(file.path)) for file in files]
+    return ["  ".join(row).rstrip() for row in output.aligned(rows, right=(1,))]
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:

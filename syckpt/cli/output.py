@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 
+from syckpt.objects.text import printable
+
 __all__ = [
     "age",
     "aligned",
@@ -77,11 +79,6 @@ def _text(value: Any) -> str:
 def short(value: Any, *, limit: int = 60) -> str:
     """Return Python's text of a value on one line, cut to `limit` characters."""
     return cut(printable(_text(value)), limit)
-
-
-def printable(text: str) -> str:
-    """Return text with everything that could move a cursor escaped as in a Python literal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def one_line(text: str) -> str:

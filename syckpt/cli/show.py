@@ -16,6 +16,7 @@ from syckpt.errors import SyckptError
 
 if TYPE_CHECKING:
     from syckpt.objects.commit import Commit
+    from syckpt.repo.labels import Labels
     from syckpt.repo.reader import Snapshot
     from syckpt.repo.repository import Repository
 
@@ -65,10 +66,11 @@ def command(invocation: Invocation, rev: str) -> None:
       syckpt show --json | jq .config
     """
     from syckpt.repo import history
+    from syckpt.repo.labels import Labels
 
     repository = invocation.repository()
     commit = history.resolve(repository, rev)
-    labels = shown.Labels(repository)
+    labels = Labels(repository)
     content, problem = _Content(), None
     if not commit.dropped:
         try:
@@ -116,7 +118,7 @@ def _rank(snapshot: Snapshot) -> _Rank:
     )
 
 
-def _record(commit: Commit, labels: shown.Labels, content: _Content) -> dict[str, Any]:
+def _record(commit: Commit, labels: Labels, content: _Content) -> dict[str, Any]:
     return {
         **shown.record(commit, labels),
         "entered": commit.entered,
@@ -132,7 +134,7 @@ def _record(commit: Commit, labels: shown.Labels, content: _Content) -> dict[str
     }
 
 
-def _lines(commit: Commit, labels: shown.Labels, content: _Content) -> Iterator[str]:
+def _lines(commit: Commit, labels: Labels, content: _Content) -> Iterator[str]:
     names = labels.text(commit)
     yield click.style(f"commit {commit.id}", fg="yellow") + (" " + click.style(names, fg="green") if names else "")
     for mark in shown.marks(commit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,51 +12,75 @@ import click
 
 from syckpt.cli import output
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
-from syckpt.errors import IntegrityError, exit_code
+from syckpt.errors import IntegrityError, NotFoundError, exit_code
 
 if TYPE_CHECKING:
-    from syckpt.repo.verify import VerifyReport
+    from syckpt.repo.repository import Repository
+    from syckpt.repo.signing import Trusted
+    from syckpt.repo.verify import Progress, VerifyReport
 
 __all__ = ["command"]
 
 
 @click.command("verify", short_help="Read everything and check it.")
 @click.argument("rev", required=False)
+@click.option("--trusted-key", "keys", metavar="PATH.pub", multiple=True, help="Every commit must be signed by one of these keys.")
 @click.option("--quick", is_flag=True, help="Documents, and presence and headers of blobs, but no tensors.")
+@click.option(
+    "--resume", metavar="FILE", help="Note in FILE what was found whole, and go on from there if it exists: for large repositories."
+)
+@click.option("--no-mark", is_flag=True, help="Change nothing: neither set nor clear the mark `damaged`.")
 @json_option
 @pass_invocation
 @click.pass_context
-def command(ctx: click.Context, invocation: Invocation, rev: str | None, quick: bool) -> None:
+def command(
+    ctx: click.Context, invocation: Invocation, rev: str | None, keys: tuple[str, ...], quick: bool, resume: str | None, no_mark: bool
+) -> None:
     """Check a commit (REV), or everything: commits, refs, manifests, blobs, and every block of every tensor against its digest.
 
-    Prints a line for each finding, which begins with the damaged file, and a summary. Exit status: 0 all is well, 5 something is
-    damaged. Nothing is changed.
+    Prints a line for each finding, which begins with the damaged file and ends with the commits that it hits, and a summary. A commit
+    that cannot be loaded whole is marked `damaged`, so that no script resumes from it; the mark goes when it is found whole again.
+    Exit status: 0 all is well, 5 something is damaged, or not signed by any of the trusted keys.
 
-    JSON: {"ok", "errors": [text], "commits", "tensors", "nbytes", "damaged": [commit id], "seconds"}.
+    JSON: {"ok", "errors": [text], "findings": {text: [commit id]}, "commits", "tensors", "nbytes", "damaged": [commit id],
+    "marked": [commit id], "cleared": [commit id], "resumed", "seconds"}.
 
     \b
     Examples:
       syckpt verify             everything
       syckpt verify HEAD        the newest commit only
       syckpt verify --quick     is every file there, of the right size?
+      syckpt verify --resume ~/verify.progress
+      syckpt verify best --trusted-key team.pub
       syckpt -C runs/exp1 verify || echo damaged
     """
+    from syckpt.repo.signing import load_trusted
     from syckpt.repo.verify import verify
 
+    if resume is not None and (quick or rev is not None):
+        raise click.UsageError("--resume is for a full check of everything: leave out REV and --quick")
+    trusted = load_trusted(keys) if keys else None
     repository = invocation.repository()
     started = time.perf_counter()
     with _progress() as progress:
-        report = verify(repository, rev, quick=quick, progress=progress)
+        report = verify(repository, rev, quick=quick, mark=not no_mark, resume=resume, progress=progress)
+    if trusted is not None:
+        for text in _untrusted(repository, rev, trusted):
+            report.add(text)
     seconds = time.perf_counter() - started
     if invocation.as_json:
         output.echo_json(
             {
                 "ok": report.ok,
                 "errors": report.errors,
+                "findings": report.findings,
                 "commits": report.commits,
                 "tensors": report.tensors,
                 "nbytes": report.nbytes,
                 "damaged": report.damaged,
+                "marked": report.marked,
+                "cleared": report.cleared,
+                "resumed": report.resumed,
                 "seconds": round(seconds, 3),
             }
         )
@@ -66,26 +90,54 @@ def command(ctx: click.Context, invocation: Invocation, rev: str | None, quick: 
         ctx.exit(exit_code(IntegrityError()))
 
 
+def _untrusted(repository: Repository, rev: str | None, trusted: Trusted) -> list[str]:
+    """Return what is wrong with the signatures of a commit, or of all that can be loaded; what cannot be read is reported already."""
+    from syckpt.repo import history
+    from syckpt.repo.signing import require_signed
+
+    found: list[str] = []
+    for name in history.commit_ids(repository) if rev is None else [rev]:
+        try:
+            commit = repository.read_commit(name) if rev is None else history.resolve(repository, name)
+        except (IntegrityError, NotFoundError):
+            continue
+        try:
+            if not commit.dropped:
+                require_signed(repository, commit, trusted)
+        except IntegrityError as exc:
+            found.append(str(exc))
+    return found
+
+
 def _lines(report: VerifyReport, seconds: float, *, quick: bool) -> Iterator[str]:
     for error in report.errors:
         yield click.style(output.one_line(error), fg="red")
+    for commit in report.cleared:
+        yield f"{commit}: whole again; its mark `damaged` is removed"
     what = output.count(report.commits, "commit")
     what += "" if quick else f", {output.count(report.tensors, 'tensor')}, {output.nbytes(report.nbytes)}"
     found = f"{output.count(len(report.errors), 'finding')}, {output.count(len(report.damaged), 'commit')} cannot be loaded whole"
+    what += f" ({report.resumed} of them earlier)" if report.resumed else ""
     verdict = "ok" if report.ok else f"DAMAGED ({found})"
     yield f"{verdict}: {what} checked in {seconds:.2f} s"
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress() -> Iterator[Progress | None]:
     """A bar on stderr, if that is a terminal: None else."""
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TextColumn("commits"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("checking", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    columns = (
+        progress.TextColumn("checking"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("commits, {task.fields[nbytes]}"),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("checking", total=None, nbytes="")
+        yield lambda done, total, nbytes: bar.update(task, completed=done, total=total, nbytes=output.nbytes(nbytes))

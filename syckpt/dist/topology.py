@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 _LOCAL_RUN = f"local-{secrets.token_hex(8)}"
 
-__all__ = ["child_environment", "run_id", "world_size"]
+__all__ = ["child_environment", "outlives_process", "run_id", "world_size"]
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int:
@@ -27,6 +27,11 @@ def run_id(environment: Mapping[str, str] | None = None) -> str:
         array = env.get("SLURM_ARRAY_JOB_ID")
         return f"slurm-{array}_{env.get('SLURM_ARRAY_TASK_ID', '0')}" if array else f"slurm-{env['SLURM_JOB_ID']}"
     return _LOCAL_RUN
+
+
+def outlives_process(run: str) -> bool:
+    """Whether a relaunch has the same run id."""
+    return run != _LOCAL_RUN
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +21,11 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes) or any(n < 0 for n in (*self.offsets, *self.sizes)):
             raise StateError(f"not a box: offsets {self.offsets}, sizes {self.sizes}")
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """Yield offsets and sizes: `offsets, sizes = box`."""
+        yield self.offsets
+        yield self.sizes
 
     @property
     def elements(self) -> int:

@@ -59,6 +59,11 @@ class Commit:
     def __str__(self) -> str:
         return self.id
 
+    @property
+    def marks(self) -> list[str]:
+        """The marks that stand beside it, by name."""
+        return [name for name in ("dropped", "damaged", "preempted") if getattr(self, name)]
+
     def marked(self, marks: set[str]) -> Commit:
         """Return the commit with the marks that stand beside it."""
         return replace(self, dropped="dropped" in marks, damaged="damaged" in marks, preempted="preempted" in marks)
@@ -104,7 +109,7 @@ class Commit:
             id=fields.text("id"),
             parents=tuple(parent for parent, _ in parents),
             parent_seals=tuple(mark for _, mark in parents),
-            manifests=fields.parse("manifests", lambda rows: tuple((int(rank), str(mark)) for rank, mark in rows)),
+            manifests=fields.parse("manifests", lambda rows: _manifests(rows, fields.integer("world_size", least=1))),
             world_size=fields.integer("world_size", least=1),
             branch=fields.text("branch"),
             name=fields.text_or_none("name"),
@@ -127,6 +132,16 @@ class Commit:
             stats=fields.mapping("stats"),
             seal=seal,
         )
+
+
+def _manifests(rows: Any, world_size: int) -> tuple[tuple[int, str], ...]:
+    found = tuple((rank, mark) for rank, mark in rows)
+    # Each rank once: a list of a million equal ones would be read a million times.
+    if len(found) != world_size or any(type(rank) is not int or rank != index for index, (rank, _) in enumerate(found)):
+        raise ValueError(f"they are not those of ranks 0 to {world_size - 1}")
+    if not all(isinstance(mark, str) for _, mark in found):
+        raise ValueError("a seal is not a text")
+    return found
 
 
 def _parent(commit: Any, mark: Any) -> tuple[str, str]:

@@ -43,6 +43,13 @@ def _table() -> dict[str, Dtype]:
         ("uint16", 2, 2, "U16"),
         ("uint8", 1, 1, "U8"),
         ("bool", 1, 1, "BOOL"),
+        ("bits8", 1, 1, None),
+        ("bits16", 2, 2, None),
+        ("bits1x8", 1, 1, None),
+        ("bits2x4", 1, 1, None),
+        ("bits4x2", 1, 1, None),
+        # torch gives each element of a sub-byte integer a byte.
+        *((f"{sign}int{size}", 1, 1, None) for sign in ("", "u") for size in range(1, 8)),
     ]
     return {row[0]: Dtype(*row) for row in rows}
 

@@ -8,7 +8,16 @@ from blake3 import blake3
 
 from syckpt.errors import StateError
 
-__all__ = ["check_item_name", "check_name", "is_commit_id", "is_name", "key_component", "name_of_component", "new_commit_id"]
+__all__ = [
+    "check_item_name",
+    "check_name",
+    "is_commit_id",
+    "is_file_path",
+    "is_name",
+    "key_component",
+    "name_of_component",
+    "new_commit_id",
+]
 
 _COMMIT_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
@@ -52,6 +61,13 @@ def check_item_name(name: str) -> str:
     if not isinstance(name, str) or not _ITEM.fullmatch(name):
         raise StateError(f"{name!r} cannot be an item's name: use A-Z a-z 0-9 _ -")
     return name
+
+
+def is_file_path(path: object) -> bool:
+    """Whether a text can be the path of a file in a commit's tree: relative, of parts that lead nowhere else and fit every file system."""
+    if not isinstance(path, str) or not path.isprintable() or "\\" in path:
+        return False
+    return all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in path.split("/"))
 
 
 def key_component(name: str) -> str:

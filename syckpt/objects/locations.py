@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from syckpt.errors import IntegrityError
 from syckpt.objects import address as addresses
 from syckpt.objects import ids
 from syckpt.objects.canonical import MAX_SAFE_INT
@@ -47,7 +48,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Locations:
-    """One revision of a rank's locations. `at[i]` is `(source index, row)` of the manifest's distinct address i; source 0 is `rows`."""
+    """One revision of a rank's locations. `at[i]` is `(source index, row)` of the manifest's distinct address i; source 0 is `rows`.
+
+    A row that is None is gone: repack left it behind, since nothing that is kept leads to it. `bases` are rows of others that a later
+    save of the cycle may take as bases, although nothing here does. Of a dropped commit `at` may be empty.
+    """
 
     commit: str
     rank: int
@@ -57,14 +62,25 @@ class Locations:
     blobs: tuple[BlobRecord, ...]
     sources: tuple[Source, ...]
     at: tuple[tuple[int, int], ...]
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[Row | None, ...] = field(repr=False)
+    bases: tuple[tuple[int, int], ...] = ()
 
     def source(self, index: int) -> Source:
         """Return whose rows a source index means."""
         return (self.commit, self.rank) if index == 0 else self.sources[index - 1]
 
+    def row(self, number: int) -> Row:
+        """Return a row. Raises: IntegrityError for one that is gone, or never was."""
+        found = self.rows[number] if number < len(self.rows) else None
+        if found is None:
+            raise IntegrityError(
+                f"objects/{self.commit}/r{self.rank:05d}.locations.{self.revision:04d}: no row {number}: nothing kept should lead there"
+            )
+        return found
+
     def to_body(self) -> dict[str, Any]:
-        return {
+        rows = [_GONE if row is None else row for row in self.rows]
+        body: dict[str, Any] = {
             "kind": "locations",
             "version": 1,
             "commit": self.commit,
@@ -76,17 +92,20 @@ class Locations:
             "sources": [list(s) for s in self.sources],
             "at": {"source": [s for s, _ in self.at], "row": [r for _, r in self.at]},
             "rows": {
-                "blob": [r.blob for r in self.rows],
-                "offset": [r.offset for r in self.rows],
-                "length": [r.length for r in self.rows],
-                "nbytes": [r.nbytes for r in self.rows],
-                "width": [r.width for r in self.rows],
-                "coded": [int(r.coded) for r in self.rows],
-                "blocks": [list(r.blocks) or None for r in self.rows],
-                "leaves": [addresses.to_text(r.leaves) or None for r in self.rows],
-                "base": [None if r.base is None else list(r.base) for r in self.rows],
+                "blob": [None if r is None else r.blob for r in self.rows],
+                "offset": [r.offset for r in rows],
+                "length": [r.length for r in rows],
+                "nbytes": [r.nbytes for r in rows],
+                "width": [r.width for r in rows],
+                "coded": [int(r.coded) for r in rows],
+                "blocks": [list(r.blocks) or None for r in rows],
+                "leaves": [addresses.to_text(r.leaves) or None for r in rows],
+                "base": [None if r.base is None else list(r.base) for r in rows],
             },
         }
+        if self.bases:
+            body["bases"] = [list(base) for base in self.bases]
+        return body
 
     @staticmethod
     def from_body(body: dict[str, Any], *, where: str) -> Locations:
@@ -99,7 +118,7 @@ class Locations:
         try:
             rows = tuple(_row(row, blobs, len(sources)) for row in zip(*columns, strict=True))
             for row in rows:
-                if row.base is not None and row.base[0] == 0 and (row.base[1] >= len(rows) or rows[row.base[1]].base is not None):
+                if row is not None and row.base is not None and row.base[0] == 0 and not _stands_alone(rows, row.base[1]):
                     raise ValueError(f"its base {row.base} is no row of these, or has a base itself")
         except (ValueError, TypeError) as exc:
             fields.fail(f"rows: {exc}")
@@ -123,7 +142,16 @@ class Locations:
             sources=sources,
             at=at,
             rows=rows,
+            bases=fields.parse("bases", lambda rows: tuple(_other(row, len(sources)) for row in rows)) if "bases" in body else (),
         )
+
+
+_GONE = Row(0, 0, 0, 0, 1, False, (), b"", None)
+
+
+def _stands_alone(rows: tuple[Row | None, ...], number: int) -> bool:
+    found = rows[number] if number < len(rows) else None
+    return found is not None and found.base is None
 
 
 # No other form: a key out of a hostile file must not lead out of a commit's directory.
@@ -159,8 +187,19 @@ def _blob(value: Any) -> BlobRecord:
     return record
 
 
-def _row(value: tuple[Any, ...], blobs: tuple[BlobRecord, ...], sources: int) -> Row:
+def _other(value: Any, sources: int) -> tuple[int, int]:
+    source, row = _pair(value)
+    if not 1 <= source <= sources:
+        raise ValueError(f"source {source} of {sources}")
+    return source, row
+
+
+def _row(value: tuple[Any, ...], blobs: tuple[BlobRecord, ...], sources: int) -> Row | None:
     blob, offset, length, nbytes, width, coded, blocks, leaves, base = value
+    if blob is None:
+        if list(value[1:]) != [0, 0, 0, 1, 0, None, None, None]:
+            raise ValueError("a row without a blob has bytes")
+        return None
     row = Row(
         _natural(blob),
         _natural(offset),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -10,6 +11,7 @@ from syckpt.objects import address as addresses
 from syckpt.objects.box import Box
 from syckpt.objects.checks import Fields
 from syckpt.objects.dtypes import DTYPES, Dtype, dtype
+from syckpt.objects.ids import is_file_path
 
 __all__ = ["Entry", "Manifest"]
 
@@ -55,6 +57,10 @@ class Manifest:
     rng: Any = field(hash=False)
     local: frozenset[int] = frozenset()
     """Entries whose values are this rank's alone: tensors that differed between ranks."""
+    layouts: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Of items that are shown as a file of their own choice: `[file path, format, the format's configuration]`."""
+    sharding: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What resharders declared on this rank, by item: `[path, shape, dtype, boxes, extra]` a tensor or value."""
 
     def distinct(self) -> list[bytes]:
         """Addresses in order of first appearance; `Locations.at` is aligned with it."""
@@ -76,6 +82,8 @@ class Manifest:
             },
             "items": self.items,
             "rng": self.rng,
+            **({"layouts": self.layouts} if self.layouts else {}),
+            **({"sharding": self.sharding} if self.sharding else {}),
         }
 
     @staticmethod
@@ -84,6 +92,8 @@ class Manifest:
         fields = Fields(body, where=where)
         columns = fields.columns("tensors", "path", "dtype", "shape", "box", "address")
         entries = tuple(_entry(fields, *row) for row in zip(*columns, strict=True))
+        _check_paths(fields, entries)
+        _check_nodes(fields, (*fields.mapping("items").values(), fields.raw("rng")), len(entries))
         local = fields.mapping("tensors").get("local", [])
         if not isinstance(local, list) or any(type(index) is not int or not 0 <= index < len(entries) for index in local):
             fields.fail("'local' is not a list of entries")
@@ -94,10 +104,62 @@ class Manifest:
             items=fields.mapping("items"),
             rng=fields.raw("rng"),
             local=frozenset(local),
+            layouts=_layouts(fields, body.get("layouts", {})),
+            sharding=_sharding(fields, body.get("sharding", {})),
         )
 
 
 _MAX_ELEMENTS = 1 << 50
+_MAX_DEPTH = 200
+_ENTRY_AT = {"tensor": None, "ndarray": 0, "encoded": 1}  # where a node names an entry
+
+
+def _check_nodes(fields: Fields, roots: Iterable[Any], entries: int) -> None:
+    """Check depth and entries of nodes, before anything recurses into them or looks an entry up."""
+    waiting = [(root, 0) for root in roots]
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, list):
+            waiting += [(child, depth) for child in node if isinstance(child, dict | list)]
+        elif isinstance(node, dict):
+            if depth > _MAX_DEPTH:
+                fields.fail(f"nodes nested deeper than {_MAX_DEPTH}")
+            for kind, payload in node.items():
+                if kind in _ENTRY_AT:
+                    at = _ENTRY_AT[kind]
+                    index = payload if at is None else payload[at] if isinstance(payload, list) and len(payload) > at else None
+                    if type(index) is not int or not 0 <= index < entries:
+                        fields.fail(f"a node names entry {str(index)[:40]} of {entries}")
+                waiting.append((payload, depth + 1))
+
+
+def _check_paths(fields: Fields, entries: Sequence[Entry]) -> None:
+    """Check that entries under one path are boxes of one tensor."""
+    first: dict[Any, Entry] = {}
+    for entry in entries:
+        path = tuple((key["key"],) if isinstance(key, dict) else key for key in entry.path)
+        other = first.setdefault(path, entry)
+        if other is not entry and (None in (entry.box, other.box) or (entry.dtype, entry.shape) != (other.dtype, other.shape)):
+            fields.fail(f"several tensors at {str(entry.path)[:80]}")
+
+
+def _layouts(fields: Fields, value: Any) -> dict[str, Any]:
+    def good(layout: Any) -> bool:
+        return isinstance(layout, list) and [type(part) for part in layout] == [str, str, dict] and is_file_path(layout[0])
+
+    if not isinstance(value, dict) or not all(map(good, value.values())):
+        return fields.fail("'layouts' is not one of items to [file path, format, configuration]")  # type: ignore[no-any-return]
+    return value
+
+
+def _sharding(fields: Fields, value: Any) -> dict[str, Any]:
+    def good(declared: Any) -> bool:
+        return isinstance(declared, list) and all(isinstance(row, list) and len(row) == 5 for row in declared)
+
+    if not isinstance(value, dict) or not all(map(good, value.values())):
+        fields.fail("'sharding' is not one of items to lists of [path, shape, dtype, boxes, extra]")
+    found: dict[str, Any] = value
+    return found
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 `decode(encode(v))` is `v`, types and bits included (NaN payloads, -0.0, lone surrogates, order of keys), except for what no
 file should bring back: a namedtuple decodes as a tuple, a dataclass as a dict, an enum member as its value, a defaultdict without
-its factory; any other mapping than a dict as a dict; a pure path as a `Path`. Two names of one list become two lists.
+its factory (`plainer` finds these); any other mapping than a dict as a dict. Two names of one list become two lists.
 Whatever cannot be carried is a StateError that names its path; nothing is dropped or guessed.
 
 Tensors and their like are the business of hooks. `leaf(value, path)` of `encode` returns their node, or None for what it does not
-know; `leaf(kind, payload)` of `decode` returns the value of the kinds in `FOREIGN_KINDS`; without it they become `Opaque`.
+know; `otherwise(value, path)` is asked for what would be refused (not for cycles and depth). `leaf(kind, payload)` of `decode` returns
+the value of the kinds in `FOREIGN_KINDS`; without it they become `Opaque`.
 `decode` trusts nothing: a malformed node is an IntegrityError, whatever is wrong with it.
 """
 
@@ -23,7 +24,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cached_property, partial
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path, PosixPath, PurePath, PurePosixPath
 from typing import Any
 
 from syckpt.errors import IntegrityError, StateError
@@ -43,6 +44,8 @@ __all__ = [
     "format_path",
     "node_key",
     "path_key",
+    "plainer",
+    "plainer_type",
     "split",
     "walk",
 ]
@@ -54,11 +57,18 @@ KeyPath = tuple[PathKey, ...]
 EncodeLeaf = Callable[[Any, KeyPath], Node | None]
 DecodeLeaf = Callable[[str, Any], Any]
 
-FOREIGN_KINDS = frozenset({"tensor", "ndarray", "npscalar", "size", "dtype", "device", "generator"})
+FOREIGN_KINDS = frozenset({"tensor", "ndarray", "npscalar", "size", "dtype", "device", "generator", "encoded"})
 MAPPING_KINDS = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
 PER_RANK = "perrank"
 """The kind of a value that ranks saved differently, `[[rank, node], ...]`: made when several ranks are read as one, never stored."""
-_REFERENCE_KINDS = frozenset({"tensor", "ndarray", "generator"})
+_REFERENCE_KINDS = frozenset({"tensor", "ndarray", "generator", "encoded"})
+
+_PLAINER = {
+    "namedtuple": "namedtuple {}, read as a tuple",
+    "dataclass": "dataclass {}, read as a dict",
+    "enum": "member of the enum {}, read as its value",
+    "defaultdict": "defaultdict, read without its factory",
+}
 
 _MAX_DEPTH = 200
 # A reader refuses JSON nested deeper than 512 (FORMAT.md, section 3); a level of a dict takes three brackets. The rest is for
@@ -154,7 +164,7 @@ _ATOMS: dict[type, Callable[[Any], Node]] = {
     bytearray: lambda value: {"bytearray": address.to_text(value)},
     range: lambda value: {"range": [_integer(value.start), _integer(value.stop), _integer(value.step)]},
     PosixPath: lambda value: {"path": _text(str(value))},
-    PurePosixPath: lambda value: {"path": _text(str(value))},
+    PurePosixPath: lambda value: {"purepath": _text(str(value))},
 }
 
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
@@ -190,8 +200,9 @@ def _dataclass_fields(value: Any, path: KeyPath) -> list[tuple[str, Any]]:
 class _Encoder:
     """One run of `encode`. `depth` counts values, `nesting` JSON brackets; `_open` holds the containers above."""
 
-    def __init__(self, leaf: EncodeLeaf | None) -> None:
+    def __init__(self, leaf: EncodeLeaf | None, otherwise: EncodeLeaf | None) -> None:
         self._leaf = leaf
+        self._otherwise = otherwise
         self._open: set[int] = set()
 
     def node(self, value: Any, path: KeyPath, depth: int = 0, nesting: int = 0) -> Node:
@@ -231,16 +242,31 @@ class _Encoder:
             return {"enum": [kind.__name__, value.name, self._member(value.value, path, depth, nesting + 2)]}
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
+            if getattr(value, "__dict__", None):
+                extra = ", ".join(vars(value))
+                raise _refusal(path, f"the namedtuple {_type_name(value)} has attributes that are no fields: {extra}; {_FIX}")
             return {"namedtuple": [kind.__name__, self._fields(zip(fields, value, strict=True), path, depth, nesting + 4)]}
         if isinstance(value, bool | int | float | complex | str | bytes | bytearray | list | tuple | set | frozenset | dict | deque):
             base = next(base for base in kind.__mro__ if base in _ATOMS or base in _CONTAINERS)
             fix = f"convert it with {base.__name__}(...)" if base in _ATOMS or base in _SEQUENCES or base is dict else _FIX
-            raise _refusal(path, f"{_type_name(value)} is a subclass of {base.__name__} that a load could not bring back; {fix}")
+            why = _refusal(path, f"{_type_name(value)} is a subclass of {base.__name__} that a load could not bring back; {fix}")
+            return self._other(value, path, why)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {"dataclass": [kind.__name__, self._fields(_dataclass_fields(value, path), path, depth, nesting + 4)]}
+            try:
+                named = _dataclass_fields(value, path)
+            except StateError as exc:
+                return self._other(value, path, exc)
+            return {"dataclass": [kind.__name__, self._fields(named, path, depth, nesting + 4)]}
         if isinstance(value, Mapping):
             return {"dict": self._pairs(value, path, depth, nesting + 3)}
-        raise _refusal(path, f"a value of type {_type_name(value)} cannot be carried; {_FIX}")
+        return self._other(value, path, _refusal(path, f"a value of type {_type_name(value)} cannot be carried; {_FIX}"))
+
+    def _other(self, value: Any, path: KeyPath, why: StateError) -> Node:
+        """Ask the hook for what is refused otherwise."""
+        node = None if self._otherwise is None else self._otherwise(value, path)
+        if node is None:
+            raise why
+        return node
 
     def _items(self, values: Collection[Any], path: KeyPath, depth: int, nesting: int) -> list[Node]:
         nodes = []
@@ -281,13 +307,13 @@ class _Encoder:
             raise _refusal(path, f"some keys or members of this {_type_name(values)} are told apart by their class only; use plain ones")
 
 
-def encode(value: Any, *, leaf: EncodeLeaf | None = None, path: KeyPath = ()) -> Node:
-    """Return the node of a value; `path` is where it stands, for errors and for `leaf`.
+def encode(value: Any, *, leaf: EncodeLeaf | None = None, otherwise: EncodeLeaf | None = None, path: KeyPath = ()) -> Node:
+    """Return the node of a value; `path` is where it stands, for errors and for the hooks.
 
     Raises: StateError for a cycle, more than 200 levels, and whatever nodes cannot carry.
     """
     try:
-        return _Encoder(leaf).node(value, path)
+        return _Encoder(leaf, otherwise).node(value, path)
     except RecursionError as exc:
         raise _refusal(path, "nested deeper than Python's stack allows here; flatten it") from exc
 
@@ -329,6 +355,31 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
         return
     for key, child in below:
         yield from walk(child, (*path, key))
+
+
+def plainer_type(node: Node) -> str | None:
+    """Return what a node holds that `decode` brings back as a plainer value, values inside of it aside; None where it does not."""
+    kind, payload = split(node)
+    return _PLAINER[kind].format(payload[0] if kind != "defaultdict" else "") if kind in _PLAINER else None
+
+
+def plainer(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield path and description of each value that `decode` brings back as a plainer one. The node must be well formed."""
+    kind, payload = split(node)
+    what = plainer_type(node)
+    if what is not None:
+        yield path, what
+    if kind in MAPPING_KINDS:
+        for key, child in payload:
+            yield from plainer(key, path)
+            yield from plainer(child, (*path, node_key(key)))
+        return
+    # These are inside of a leaf.
+    inside = payload if kind in ("set", "frozenset", "slice") else [payload[2]] if kind == "enum" else []
+    for member in inside:
+        yield from plainer(member, path)
+    for key, child in children(node) or ():
+        yield from plainer(child, (*path, key))
 
 
 # --- decoding ------------------------------------------------------------------------------------------------------------------
@@ -487,11 +538,11 @@ class _Decoder:
     def decode_slice(self, payload: Any) -> slice:
         return slice(*self.items(_list_of(payload, "slice", 3), "slice"))
 
-    def decode_path(self, payload: Any) -> Path:
+    def decode_path(self, payload: Any, kind: type[PurePath]) -> PurePath:
         text = self.value(payload)
         if type(text) is not str:
             raise _malformed("path", payload)
-        return Path(text)
+        return kind(text)
 
 
 # Partial functions rather than lambdas: a frame less a level leaves more of the stack to the caller.
@@ -517,7 +568,8 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "enum": _Decoder.decode_enum,
     "range": _Decoder.decode_range,
     "slice": _Decoder.decode_slice,
-    "path": _Decoder.decode_path,
+    "path": partial(_Decoder.decode_path, kind=Path),
+    "purepath": partial(_Decoder.decode_path, kind=PurePosixPath),
 }
 
 
@@ -541,6 +593,7 @@ _FOREIGN_CHECKS: dict[str, Callable[[Any], bool]] = {
     "dtype": _is_str,
     "device": _is_str,
     "generator": lambda payload: _is_list(payload, _is_str, lambda node: True),
+    "encoded": lambda payload: _is_list(payload, _is_str, _is_index),
 }
 
 

@@ -24,6 +24,11 @@ class RefRecord:
     reason: str
     time_ns: int
 
+    @property
+    def deleted(self) -> bool:
+        """Whether this record ended the ref: until a later one it is as if it had never been."""
+        return self.reason == "delete"
+
     def to_body(self) -> dict[str, Any]:
         return {"kind": "ref", "version": 1, **asdict(self), "time_ns": str(self.time_ns)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from syckpt.codecs import zstd
 from syckpt.errors import IntegrityError
 from syckpt.objects import canonical
 from syckpt.stores.base import Store
@@ -22,6 +21,8 @@ def read(store: Store, key: str, *, kind: str, seal: str | None = None) -> tuple
     """
     data = store.get(key)
     if data[:4] == _ZSTD_MAGIC:
+        from syckpt.codecs import zstd  # Brings numpy, which most documents do not need.
+
         try:
             data = zstd.decompress_document(data, limit=canonical.MAX_DOCUMENT_NBYTES)
         except IntegrityError as exc:
@@ -36,6 +37,8 @@ def write(store: Store, key: str, body: dict[str, Any], *, replace: bool = False
     """
     data, seal = canonical.seal(body)
     if len(data) > _COMPRESS_ABOVE_NBYTES:
+        from syckpt.codecs import zstd
+
         data = zstd.frame(data)
     if replace:
         store.replace(key, data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count
 
 from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import ids
@@ -12,13 +13,17 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.refs import RefRecord
 from syckpt.repo.repository import Repository
 
-__all__ = ["all_tips", "best", "commit_ids", "log", "resolve", "tip", "walk"]
+__all__ = ["all_tips", "best", "commit_ids", "is_move", "is_published", "log", "reachable", "reflog", "resolve", "tip", "walk"]
 
+_FEW = 16
+"""Commits whose marks are looked up one by one; on a longer way one listing is cheaper."""
 _SUFFIX = re.compile(r"~(\d{0,15})(?!\d)|@\{(\d{1,15})\}", re.ASCII)
 
 
 def _commit_of(repository: Repository, record: RefRecord | None, *, what: str) -> Commit:
-    if record is None or record.commit is None or record.reason == "delete":
+    if record is not None and record.deleted:
+        raise NotFoundError(f"{what} was deleted in {repository.store.describe()}; its last commit was {record.previous}")
+    if record is None or record.commit is None:
         raise NotFoundError(f"{what} has no commit yet in {repository.store.describe()}")
     try:
         return repository.read_commit(record.commit, seal=record.commit_seal)
@@ -35,20 +40,21 @@ def tip(repository: Repository, branch: str) -> Commit:
 
 def all_tips(repository: Repository) -> dict[str, Commit]:
     """Return the tips of all branches that have a commit."""
-    tips = {}
-    for branch in repository.refs.names("heads"):
-        record = repository.refs.head(f"heads/{branch}")
-        if record is not None and record.commit is not None:
-            tips[branch] = _commit_of(repository, record, what=f"branch {branch!r}")
-    return tips
+    records = repository.refs.heads("heads")
+    return {name: _commit_of(repository, record, what=f"branch {name!r}") for name, record in records.items() if record.commit is not None}
 
 
 def walk(repository: Repository, commit: Commit) -> Iterator[Commit]:
     """Yield a commit and its ancestors along first parents, newest first. Raises: IntegrityError (a record is gone or damaged)."""
     yield commit
-    while commit.parents:
+    marks = None
+    for number in count(1):
+        if not commit.parents:
+            return
+        if number == _FEW:
+            marks = repository.all_marks()
         try:
-            commit = repository.read_commit(commit.parents[0], seal=commit.parent_seals[0])
+            commit = repository.read_commit(commit.parents[0], seal=commit.parent_seals[0], marks=marks)
         except NotFoundError as exc:
             raise IntegrityError(f"objects/{commit.parents[0]}.json: missing, though its child {commit.id} names it") from exc
         yield commit
@@ -70,9 +76,37 @@ def log(repository: Repository, rev: str = "HEAD", *, count: int | None = None, 
     return found
 
 
+def reachable(repository: Repository, tips: Mapping[str, str | None], *, problems: list[IntegrityError] | None = None) -> dict[str, Commit]:
+    """Return every commit that these lead to (id, and its seal where it is known), by id, in no order.
+
+    Raises: IntegrityError where a record is gone or damaged; with `problems` that line of ancestors ends there, and the error is added.
+    """
+    found: dict[str, Commit] = {}
+    for tip_id, seal in tips.items():
+        try:
+            for commit in walk(repository, _named_by_a_ref(repository, tip_id, seal)):
+                if commit.id in found:
+                    break
+                found[commit.id] = commit
+        except IntegrityError as exc:
+            if problems is None:
+                raise
+            problems.append(exc)
+    return found
+
+
+def _named_by_a_ref(repository: Repository, commit: str, seal: str | None) -> Commit:
+    try:
+        return repository.read_commit(commit, seal=seal)
+    except NotFoundError as exc:
+        raise IntegrityError(f"objects/{commit}.json: missing, though a ref names it; run `syckpt verify`") from exc
+
+
 def commit_ids(repository: Repository) -> list[str]:
     """Return the ids of all commit records, published or not, sorted."""
-    names = (key.removeprefix("objects/").removesuffix(".json") for key in repository.store.list("objects/") if key.endswith(".json"))
+    names = (
+        key.removeprefix("objects/").removesuffix(".json") for key in repository.store.list("objects/", deep=False) if key.endswith(".json")
+    )
     return [name for name in names if ids.is_commit_id(name)]
 
 
@@ -120,14 +154,43 @@ def _moves_ago(repository: Repository, base: str, moves: int, *, branch: str | N
     if not ids.is_name(name):
         return _missing(repository, base)
     ref = f"heads/{name}"
-    tips: list[RefRecord] = []
+    seen = 0
     for number in reversed(repository.refs.numbers(ref)):
         record = repository.refs.read(ref, number)
-        if record.commit is not None and record.reason != "open":
-            tips.append(record)
-        if len(tips) > moves:
-            return _commit_of(repository, tips[moves], what=f"{name}@{{{moves}}}")
-    raise NotFoundError(f"{name}@{{{moves}}}: the branch has moved only {len(tips)} times")
+        if not is_move(record):
+            continue
+        if seen == moves:
+            return _commit_of(repository, record, what=f"{name}@{{{moves}}}")
+        seen += 1
+    raise NotFoundError(f"{name}@{{{moves}}}: the branch has moved only {seen} times")
+
+
+def is_move(record: RefRecord) -> bool:
+    """Whether `@{N}` counts a record: it gave the branch a commit, or took it away. Taking the right to write is no move."""
+    return record.deleted or (record.commit is not None and record.reason != "open")
+
+
+def reflog(repository: Repository, branch: str, *, problems: list[IntegrityError] | None = None) -> list[RefRecord]:
+    """Return the records of a branch, deleted or not, newest first.
+
+    Raises: NotFoundError for a branch that never was; IntegrityError for a damaged record, which is left out and added to `problems`
+    where that is given.
+    """
+    ref = f"heads/{branch}"
+    numbers = repository.refs.numbers(ref) if ids.is_name(branch) else []
+    if not numbers:
+        raise NotFoundError(
+            f"no branch {branch!r} in {repository.store.describe()}; branches: {', '.join(repository.refs.names('heads')) or 'none'}"
+        )
+    found = []
+    for number in reversed(numbers):
+        try:
+            found.append(repository.refs.read(ref, number))
+        except IntegrityError as exc:
+            if problems is None:
+                raise
+            problems.append(exc)
+    return found
 
 
 def _named(repository: Repository, base: str, *, branch: str | None, maximize: bool) -> Commit:
@@ -155,10 +218,11 @@ def _by_prefix(repository: Repository, prefix: str) -> list[str]:
     if not re.fullmatch(r"[0-9a-f-]{4,}", prefix):
         return []
     found = (commit for commit in commit_ids(repository) if commit.startswith(prefix) or commit[9:].startswith(prefix))
-    return [commit for commit in found if _is_published(repository, commit)]
+    return [commit for commit in found if is_published(repository, commit)]
 
 
-def _is_published(repository: Repository, commit: str) -> bool:
+def is_published(repository: Repository, commit: str) -> bool:
+    """Whether a commit whose record is there is a commit of its branch. Raises: NotFoundError, IntegrityError."""
     # A commit record without a ref record is a save that a crash cut off: its intent is still there.
     if repository.store.size(f"intents/{commit}.json") is None:
         return True
@@ -169,9 +233,11 @@ def _is_published(repository: Repository, commit: str) -> bool:
 
 def _published(repository: Repository, commit: str) -> Commit:
     found = repository.read_commit(commit)
-    return found if _is_published(repository, commit) else _missing(repository, commit)
+    return found if is_published(repository, commit) else _missing(repository, commit)
 
 
 def _missing(repository: Repository, base: str) -> Commit:
+    if ids.is_name(base) and repository.refs.numbers(f"heads/{base}") and not repository.refs.exists(f"heads/{base}"):
+        raise NotFoundError(f"the branch {base!r} was deleted in {repository.store.describe()}; {base}@{{1}} is where it was before")
     branches = ", ".join(repository.refs.names("heads")) or "none"
     raise NotFoundError(f"no commit {base!r} in {repository.store.describe()}; branches: {branches}; `syckpt log` lists commits")

@@ -31,7 +31,7 @@ from syckpt.objects.manifest import Entry, Manifest
 from syckpt.repo import documents
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import blob_key, locations_key, manifest_key
-from syckpt.stores.base import Sink
+from syckpt.stores.base import Sink, Store
 
 __all__ = ["Packed", "Packer", "Staged"]
 
@@ -93,8 +93,12 @@ class _View:
     commit: str | None = None
     keyframe: str = ""
     age: int = 0
+    loaded: bool = False
+    """Learnt from the repository: until a save is based on it, nothing tells the collector that its bases are needed."""
     homes: dict[bytes, _Home] = field(default_factory=dict)
     bases: dict[Any, _Base] = field(default_factory=dict)
+    values: dict[Any, bytes] = field(default_factory=dict)
+    """The addresses of the boxes in that commit, at least of those that are trainable."""
 
 
 class Packer:
@@ -114,22 +118,39 @@ class Packer:
         self._next: _View | None = None
 
     def pack(
-        self, commit: str, *, parent: Commit | None, staged: Sequence[Staged], memory: memoryview, items: dict[str, Any], rng: Any
+        self,
+        commit: str,
+        *,
+        parent: Commit | None,
+        staged: Sequence[Staged],
+        memory: memoryview,
+        items: dict[str, Any],
+        rng: Any,
+        layouts: dict[str, Any] | None = None,
+        sharding: dict[str, Any] | None = None,
+        trainable: Sequence[int] = (),
     ) -> Packed:
         """Write the blob, the manifest and the locations of `commit`, durably; nothing refers to them yet.
 
-        `memory` must stay unchanged until the return. Follow with `published()` or `failed()`.
+        `memory` must stay unchanged until the return. `trainable` numbers the tensors of which it is counted how many have the bits that
+        they had in the parent. Follow with `published()` or `failed()`.
         """
         started = time.perf_counter()
         view = self._view_of(parent)
+        if parent is not None and view.loaded and self._lost_any(parent.id, view.keyframe):
+            # The intent names both, so the collector spares them from here on.
+            view = self._view = self._load_view(parent)
         leaves = self._hash(staged, memory)
         entries = tuple(
             Entry(s.path, s.dtype, s.shape, s.box, b"" if s.offset is None else addresses.address(s.dtype, s.sizes, leaf))
             for s, leaf in zip(staged, leaves, strict=True)
         )
         hashed = time.perf_counter()
+        values = {_part(entries[index]): entries[index].address for index in trainable}
+        unchanged = sum(view.values.get(part) == address for part, address in values.items())
         begins_cycle = view.commit is None or not view.keyframe or view.age + 1 >= self._keyframe_every
         fresh = _View(commit, commit, 0) if begins_cycle else _View(commit, view.keyframe, view.age + 1, bases=dict(view.bases))
+        fresh.values = values
         if begins_cycle:
             self._scratch.clear()
         table = _Table(commit, self._rank)
@@ -146,12 +167,14 @@ class Packer:
             fresh.homes.setdefault(entry.address, home)
             if begins_cycle and _part(entry) not in fresh.bases and self._is_self_contained(home, table):
                 fresh.bases[_part(entry)] = _Base(entry, home, leaf, None)
+        if self._compression == "none":
+            fresh.bases.clear()  # Nothing is taken against them, so nothing may keep their bytes.
         for base in fresh.bases.values():
             fresh.homes.setdefault(base.entry.address, base.home)
         written = time.perf_counter()
 
         local = frozenset(index for index, s in enumerate(staged) if s.local)
-        manifest = Manifest(self._rank, self._world_size, entries, items, rng, local)
+        manifest = Manifest(self._rank, self._world_size, entries, items, rng, local, layouts or {}, sharding or {})
         seal = documents.write(self._store, manifest_key(commit, self._rank), manifest.to_body())
         locations = table.finish(manifest, seal, blob, fresh)
         documents.write(self._store, locations_key(commit, self._rank, 1), locations.to_body())
@@ -167,6 +190,8 @@ class Packer:
             "encoded_bytes": sum(row.length for row in table.rows),
             "written_bytes": stored_nbytes + metadata,
             "ratio": staged_nbytes / max(1, stored_nbytes + metadata),
+            "trainable": len(values),
+            "unchanged_trainable": unchanged,
             "keyframe": begins_cycle,
             "hash_s": hashed - started,
             "encode_s": written - hashed,
@@ -209,28 +234,34 @@ class Packer:
 
     def _load_view(self, parent: Commit) -> _View:
         """Learn from the repository what a parent holds: after a resume, a failed save, or a jump in history."""
-        view = _View(parent.id)
-        if self._rank not in dict(parent.manifests):
+        view = _View(parent.id, loaded=True)
+        if self._rank not in dict(parent.manifests) or self._lost_any(parent.id):
             return view
         try:
             snapshot = self._reader.snapshot(parent, self._rank)
-        except IntegrityError as exc:
-            _log.error("%s; this save points to nothing of it", exc)
+        except (NotFoundError, IntegrityError) as exc:
+            _log.log(logging.INFO if isinstance(exc, NotFoundError) else logging.ERROR, "%s; this save points to nothing of it", exc)
             return view
         self._learn(view, snapshot.locations, snapshot.manifest.distinct())
+        view.values = {_part(entry): entry.address for entry in snapshot.manifest.entries if entry.address}
         keyframe, age = snapshot.locations.keyframe
         try:
             key_commit = self._reader.repository.read_commit(keyframe)
+            if key_commit.dropped:
+                return view
             base = snapshot if keyframe == parent.id else self._reader.snapshot(key_commit, self._rank)
         except (NotFoundError, IntegrityError):
             return view  # The keyframe is gone: this save begins a new cycle.
         view.keyframe, view.age = keyframe, age
-        self._learn(view, base.locations, base.manifest.distinct())
         for source in (base, snapshot):
             for _, entry, place in source.stored():
                 if place.base is None and _part(entry) not in view.bases:
-                    view.bases[_part(entry)] = _Base(entry, view.homes[entry.address], place.row.leaves, None)
+                    home = view.homes.setdefault(entry.address, _Home(place.owner, place.number))
+                    view.bases[_part(entry)] = _Base(entry, home, place.row.leaves, None)
         return view
+
+    def _lost_any(self, *commits: str) -> bool:
+        return any("dropped" in self._reader.repository.marks(commit) for commit in commits if commit)
 
     @staticmethod
     def _learn(view: _View, locations: Locations, distinct: list[bytes]) -> None:
@@ -238,8 +269,8 @@ class Packer:
             view.homes.setdefault(digest, _Home(locations.source(source), row))
 
     def _is_self_contained(self, home: _Home, table: _Table) -> bool:
-        rows = table.rows if home.source == table.own else self._reader.table(home.source).rows
-        return rows[home.row].base is None
+        row = table.rows[home.row] if home.source == table.own else self._reader.table(home.source).row(home.row)
+        return row.base is None
 
     # -- hashing ------------------------------------------------------------------------------------------------------
 
@@ -272,6 +303,7 @@ class Packer:
             raise StateError(
                 f"{len(new)} new tensors need a header of {reserved} bytes, more than {_MAX_HEADER_NBYTES}: register fewer tensors"
             )
+        _check_room(self._store, reserved + sum(_most_nbytes(entries[i]) for i in new))
         key = blob_key(commit, self._rank)
         header: dict[str, Any] = {}
         with self._store.sink(key) as sink:
@@ -357,6 +389,21 @@ class _Job:
     base: _Base | None
 
 
+def _most_nbytes(entry: Entry) -> int:
+    """Return what a new tensor takes at most: its bytes as they are, and the bound of FORMAT.md on its metadata."""
+    return entry.nbytes + 100 + 24 * addresses.block_count(entry.nbytes)
+
+
+def _check_room(store: Store, needed: int) -> None:
+    """Refuse a save that may not fit, before it writes anything. Raises: StoreError."""
+    free = store.free_nbytes()
+    if free is not None and free < needed:
+        raise StoreError(
+            f"{store.describe()}: {free} bytes are free on its file system, and this save may take up to {needed}: free space there"
+            " (`syckpt retain`, `syckpt gc`), or save fewer tensors"
+        )
+
+
 def _base_for(entry: Entry, view: _View) -> _Base | None:
     base = view.bases.get(_part(entry))
     return base if base is not None and (base.entry.dtype, base.entry.sizes) == (entry.dtype, entry.sizes) else None
@@ -398,6 +445,9 @@ class _Table:
     def finish(self, manifest: Manifest, seal: str, blob: BlobRecord | None, view: _View) -> Locations:
         homes = [view.homes[digest] for digest in manifest.distinct()]
         at = tuple((self.source(home.source), home.row) for home in homes)
+        seen = {*at, *(row.base for row in self.rows)}
+        known = dict.fromkeys((self.source(base.home.source), base.home.row) for base in view.bases.values())
+        bases = tuple(base for base in known if base[0] != 0 and base not in seen)
         return Locations(
             commit=self.own[0],
             rank=self.own[1],
@@ -408,6 +458,7 @@ class _Table:
             sources=tuple(self._sources)[1:],
             at=at,
             rows=tuple(self.rows),
+            bases=bases,
         )
 
 

@@ -21,6 +21,7 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.repo.repository import Repository
+from syckpt.repo.signing import Trusted, require_signed
 
 __all__ = ["Place", "Reader", "Snapshot"]
 
@@ -82,11 +83,21 @@ class _Buffers(threading.local):
         self.base = bytearray(BLOCK_NBYTES)
 
 
-class Reader:
-    """Reads tensors of a repository. Caches locations; safe to use from several threads."""
+class _BlobMissing(Exception):
+    """A blob that locations name is not there: they may have been replaced since they were read."""
 
-    def __init__(self, repository: Repository, *, threads: int | None = None) -> None:
+
+class Reader:
+    """Reads tensors of a repository. Caches locations; safe to use from several threads.
+
+    `trusted`: a commit must be signed by one of these keys, which is checked before its manifests are read.
+    """
+
+    def __init__(self, repository: Repository, *, threads: int | None = None, trusted: Trusted | None = None) -> None:
         self.repository = repository
+        self.trusted = trusted
+        self._signed: set[str] = set()
+        """Seals of commits whose signature was checked."""
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._tables: OrderedDict[Source, Locations] = OrderedDict()
         self._buffers = _Buffers()
@@ -96,6 +107,9 @@ class Reader:
 
     def snapshot(self, commit: Commit, rank: int = 0) -> Snapshot:
         """Return a rank's manifest and the places of its entries. Raises: IntegrityError, NotFoundError, FormatError."""
+        if self.trusted is not None and commit.seal not in self._signed:
+            require_signed(self.repository, commit, self.trusted)
+            self._signed.add(commit.seal)
         manifest = self.repository.read_manifest(commit, rank)
         locations = self.table((commit.id, rank))
         where = f"objects/{commit.id}/r{rank:05d}.locations.{locations.revision:04d}"
@@ -114,9 +128,7 @@ class Reader:
     def place(self, locations: Locations, source: int, row: int, *, is_base: bool = False) -> Place:
         """Return the place that `(source, row)` means in these locations. Raises: IntegrityError."""
         owner = locations if source == 0 else self.table(locations.source(source))
-        if row >= len(owner.rows):
-            raise IntegrityError(f"locations of {locations.commit}: no row {row} in those of {owner.commit}")
-        found = owner.rows[row]
+        found = owner.row(row)
         base = None
         if found.base is not None and not is_base:
             base = self.place(owner, *found.base, is_base=True)
@@ -136,6 +148,19 @@ class Reader:
     def place_of(self, source: Source, row: int) -> Place:
         """Return the place of a row of `(commit id, rank)`. Raises: IntegrityError."""
         return self.place(self.table(source), 0, row)
+
+    def forget(self, source: Source) -> None:
+        """Drop the locations of `(commit id, rank)` from the cache: a later revision may be there."""
+        with self._lock:
+            self._tables.pop(source, None)
+
+    def moved(self, place: Place) -> Place | None:
+        """Return where a place's bytes are by the newest locations; None if those say nothing new. Raises: IntegrityError."""
+        self.forget(place.owner)
+        if place.base is not None:
+            self.forget(place.base.owner)
+        found = self.place_of(place.owner, place.number)
+        return None if found == place else found
 
     def remember(self, locations: Locations) -> None:
         """Put locations into the cache, which keeps the most recently used ones: a long run would fill the memory."""
@@ -188,6 +213,19 @@ class Reader:
 
     def read_block(self, entry: Entry, place: Place, index: int) -> memoryview:
         """Return the verified raw bytes of one block, in this thread's buffer: valid until its next call."""
+        try:
+            return self._read_block(entry, place, index)
+        except _BlobMissing as exc:
+            # Repack publishes where the bytes are now before it deletes a blob.
+            newer, missing = self.moved(place), exc
+        try:
+            if newer is not None:
+                return self._read_block(entry, newer, index)
+        except _BlobMissing as exc:
+            missing = exc
+        raise IntegrityError(f"{missing}; run `syckpt verify`") from missing
+
+    def _read_block(self, entry: Entry, place: Place, index: int) -> memoryview:
         out = memoryview(self._buffers.block)[: min(BLOCK_NBYTES, entry.nbytes - index * BLOCK_NBYTES)]
         base = None
         if place.base is not None:
@@ -230,9 +268,7 @@ class Reader:
         try:
             self.repository.store.readinto(place.blob.key, buffer, offset=offset)
         except NotFoundError as exc:
-            raise IntegrityError(
-                f"{place.blob.key}: missing, though the locations of {place.owner[0]} name it; run `syckpt verify`"
-            ) from exc
+            raise _BlobMissing(f"{place.blob.key}: missing, though the locations of {place.owner[0]} name it") from exc
 
 
 def _run(tasks: Sequence[Callable[[], None]]) -> None:

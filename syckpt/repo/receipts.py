@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
@@ -27,11 +27,12 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 @dataclass(frozen=True)
 class Receipt:
-    """One rank's part of a save: its manifest's seal and figures."""
+    """One rank's part of a save: its manifest's seal and figures, and the sizes of the blobs that it leads to, by key."""
 
     rank: int
     manifest: str
     stats: dict[str, Any]
+    blobs: dict[str, int] = field(default_factory=dict)
 
 
 class Desk:
@@ -44,6 +45,8 @@ class Desk:
         self._commit = commit
         self._prefix = f"receipts/{ids.key_component(branch)}/{commit}/"
         self._timeout_s = timeout_s
+        self.is_settled = False
+        """Whether the verdict that was awaited is rank 0's: then nothing changes it any more."""
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}r{rank:05d}.json"
@@ -59,17 +62,16 @@ class Desk:
         if verdict is not None and verdict["error"] is not None:
             raise from_wire(verdict["error"])
 
-    def hand_in(self, rank: int, manifest: str | None, stats: dict[str, Any], error: BaseException | None = None) -> bool:
-        """Leave a rank's receipt; with an error, its part has failed. Returns False if one is there already, which stays."""
-        body = {
-            "kind": "receipt",
-            "version": 1,
-            "commit": self._commit,
-            "rank": rank,
-            "manifest": manifest,
-            "stats": stats,
-            "error": None if error is None else to_wire(error),
-        }
+    def hand_in(self, receipt: Receipt) -> bool:
+        """Leave a rank's receipt. Returns False if one is there already, which stays."""
+        return self._leave(receipt.rank, vars(receipt) | {"error": None})
+
+    def fail(self, rank: int, error: BaseException) -> bool:
+        """Say that a rank's part has failed. Returns False if its receipt is there already, which stays."""
+        return self._leave(rank, {"rank": rank, "manifest": None, "stats": {}, "blobs": {}, "error": to_wire(error)})
+
+    def _leave(self, rank: int, told: dict[str, Any]) -> bool:
+        body = {"kind": "receipt", "version": 1, "commit": self._commit, **told}
         try:
             documents.write(self._store, self._key(rank), body)
         except ConflictError:
@@ -79,7 +81,8 @@ class Desk:
     def collect(self, ranks: Sequence[int]) -> list[Receipt]:
         """Wait for the receipts of other ranks.
 
-        Raises: the first failure found, in its class, naming every rank that failed; RankTimeout naming those that are missing.
+        Raises: the first failure found, in its class, naming every rank that failed; RankTimeout naming those that are missing; RankFailure
+        when the save's own intent is gone: nobody but a newer incarnation removes it.
         """
         found: dict[int, Receipt] = {}
         failed: dict[int, dict[str, str]] = {}
@@ -88,7 +91,12 @@ class Desk:
             for rank in ranks:
                 if rank not in found and rank not in failed and self._store.size(self._key(rank)) is not None:
                     self._take(rank, found, failed)
-            return True if failed or len(found) == len(ranks) else None
+            if failed or len(found) == len(ranks):
+                return True
+            self.require_undecided()
+            if self._store.size(f"intents/{self._commit}.json") is None:
+                raise RankFailure(f"save {self._commit}: another incarnation of the job cleared it")
+            return None
 
         def missing() -> str:
             absent = ", ".join(str(rank) for rank in ranks if rank not in found)
@@ -108,14 +116,18 @@ class Desk:
         if body.get("error") is not None:
             failed[rank] = {str(name): str(text) for name, text in fields.mapping("error").items()}
         else:
-            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"))
+            blobs = fields.mapping("blobs")
+            if any(type(size) is not int for size in blobs.values()):
+                fields.fail("'blobs' is not one of keys to sizes")
+            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"), blobs)
 
-    def decide(self, seal: str | None, error: BaseException | None = None) -> None:
-        """Tell the other ranks' writers that the save is visible, or has failed."""
+    def decide(self, seal: str | None, error: BaseException | None = None, *, rank: int = 0) -> None:
+        """Tell the other ranks' writers that the save is visible, or has failed. Raises: ConflictError when that was said before."""
         body = {
             "kind": "verdict",
             "version": 1,
             "commit": self._commit,
+            "rank": rank,
             "seal": seal,
             "error": None if error is None else to_wire(error),
         }
@@ -133,18 +145,42 @@ class Desk:
     def await_verdict(self, rank: int) -> str:
         """Wait for rank 0's verdict, remove this rank's receipt, and return the commit's seal.
 
-        Raises: what the save failed with; RankTimeout when it is undecided: then it may still become visible.
+        Raises: what the save failed with; RankTimeout when a rank has given it up: then it becomes visible only if rank 0 is already
+        about to make it so.
         """
         # Rank 0 itself waits as long for the slowest part, and only then decides.
         late = f"save {self._commit}: rank(s) 0 did not decide it within {2 * self._timeout_s:g} s"
-        verdict = self._wait(self._outcome, lambda: late, times=2)
+        try:
+            verdict = self._wait(self._outcome, lambda: late, times=2)
+        except RankTimeout as exc:
+            verdict = self._give_up(rank, exc)
         try:
             self._store.delete(self._key(rank))
         except SyckptError as exc:
             _log.warning("the receipt of rank %d for save %s could not be removed: %s", rank, self._commit, exc)
-        if verdict["error"] is not None:
+        self.is_settled = verdict["rank"] == 0
+        # Somebody may have given it up while rank 0 was publishing it.
+        seal = verdict["seal"] if verdict["error"] is None else self.published()
+        if seal is None:
             raise from_wire(verdict["error"])
-        return str(verdict["seal"])
+        return str(seal)
+
+    def _give_up(self, rank: int, late: RankTimeout) -> dict[str, Any]:
+        """Decide in rank 0's place that the save has failed; return the verdict that there is, which may be another one."""
+        try:
+            self.decide(None, late, rank=rank)
+        except ConflictError:
+            _log.debug("save %s was decided meanwhile", self._commit)
+        verdict = self._outcome()
+        if verdict is None:
+            raise late
+        return verdict
+
+    def require_undecided(self) -> None:
+        """Raises: what another rank has given the save up with, since rank 0 took, or was stopped, for too long."""
+        verdict = self._verdict()
+        if verdict is not None and verdict["error"] is not None:
+            raise from_wire(verdict["error"])
 
     def _outcome(self) -> dict[str, Any] | None:
         """Return the verdict; without one, what the branch shows: a save whose intent is gone was published or given up."""
@@ -154,7 +190,7 @@ class Desk:
             return verdict
         seal = self.published()
         gone = RankFailure(f"save {self._commit}: rank(s) 0 gave it up, or another incarnation of the job cleared it")
-        return {"seal": seal, "error": None if seal is not None else to_wire(gone)}
+        return {"rank": 0, "seal": seal, "error": None if seal is not None else to_wire(gone)}
 
     def published(self) -> str | None:
         """Return the seal that the branch's records have for the commit; None if it is not visible."""

@@ -37,10 +37,37 @@ class Refs:
     def numbers(self, ref: str) -> list[int]:
         """Return the numbers of a ref's records, ascending. Raises: IntegrityError when one is missing in between."""
         prefix = self._prefix(ref)
-        found = [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))]
+        return self._without_gaps(ref, [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))])
+
+    def _without_gaps(self, ref: str, found: list[int]) -> list[int]:
         if found and found[-1] - found[0] + 1 != len(found):
             missing = sorted(set(range(found[0], found[-1])) - set(found))
             raise IntegrityError(f"{self.key(ref, missing[0])}: missing, while later records of {ref} exist: a record was lost")
+        return found
+
+    def heads(self, kind: str, *, problems: list[IntegrityError] | None = None) -> dict[str, RefRecord]:
+        """Return the newest record of every existing ref of a class, by name, from one listing.
+
+        Raises: IntegrityError for a damaged one; with `problems` it is left out and added there.
+        """
+        prefix = f"logs/refs/{kind}/"
+        numbers: dict[str, list[int]] = {}
+        for key in self._store.list(prefix):
+            component, _, name = key[len(prefix) :].partition("/")
+            if match := _RECORD.fullmatch(name):
+                numbers.setdefault(component, []).append(int(match[1]))
+        found = {}
+        for component, own in sorted(numbers.items()):
+            ref = f"{kind}/{ids.name_of_component(component)}"
+            try:
+                newest = self._newest(ref, self._without_gaps(ref, own))
+            except IntegrityError as exc:
+                if problems is None:
+                    raise
+                problems.append(exc)
+                continue
+            if newest is not None and not newest.deleted:
+                found[ids.name_of_component(component)] = newest
         return found
 
     def read(self, ref: str, number: int) -> RefRecord:
@@ -57,7 +84,9 @@ class Refs:
 
         Raises: IntegrityError when it is damaged, or when the copy for people shows that a newer one was lost.
         """
-        numbers = self.numbers(ref)
+        return self._newest(ref, self.numbers(ref))
+
+    def _newest(self, ref: str, numbers: list[int]) -> RefRecord | None:
         newest = self.read(ref, numbers[-1]) if numbers else None
         self._check_copy(ref, newest, numbers)
         return newest
@@ -91,7 +120,7 @@ class Refs:
         if not numbers:
             return False
         try:
-            return self.read(ref, numbers[-1]).reason != "delete"
+            return not self.read(ref, numbers[-1]).deleted
         except IntegrityError:
             return True
 

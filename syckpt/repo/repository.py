@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Mapping
 
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError
 from syckpt.objects.checks import Fields
@@ -65,8 +66,8 @@ class Repository:
 
     # -- documents ---------------------------------------------------------------------------------------------------
 
-    def read_commit(self, commit: str, *, seal: str | None = None) -> Commit:
-        """Return a commit with its marks. Raises: NotFoundError, IntegrityError."""
+    def read_commit(self, commit: str, *, seal: str | None = None, marks: Mapping[str, set[str]] | None = None) -> Commit:
+        """Return a commit with its marks, which are looked up unless all of them are given. Raises: NotFoundError, IntegrityError."""
         key = f"objects/{commit}.json"
         try:
             body, found = documents.read(self.store, key, kind="commit", seal=seal)
@@ -75,11 +76,21 @@ class Repository:
         read = Commit.from_body(body, seal=found, where=key)
         if read.id != commit:
             raise IntegrityError(f"{key}: holds commit {read.id}")
-        return read.marked(self.marks(commit))
+        found_marks = self.marks(commit) if marks is None else marks.get(commit)
+        return read.marked(found_marks) if found_marks else read
 
     def marks(self, commit: str) -> set[str]:
         """Return the marks beside a commit."""
         return {mark for mark in _MARKS if self.store.size(f"objects/{commit}.{mark}") is not None}
+
+    def all_marks(self) -> dict[str, set[str]]:
+        """Return the marks of all commits that have some, from one listing."""
+        found: dict[str, set[str]] = {}
+        for key in self.store.list("objects/", deep=False):
+            commit, _, mark = key.removeprefix("objects/").rpartition(".")
+            if mark in _MARKS:
+                found.setdefault(commit, set()).add(mark)
+        return found
 
     def mark(self, commit: str, mark: str, *, why: str) -> None:
         """Put a mark beside a commit; one that is there already stays."""
@@ -97,17 +108,28 @@ class Repository:
         try:
             body, _ = documents.read(self.store, key, kind="manifest", seal=seal)
         except NotFoundError:
+            if "dropped" in self.marks(commit.id):
+                raise dropped_error(commit.id) from None
             raise IntegrityError(f"{key}: missing, though commit {commit.id} names it") from None
-        return Manifest.from_body(body, where=key)
+        read = Manifest.from_body(body, where=key)
+        if (read.rank, read.world_size) != (rank, commit.world_size):
+            raise IntegrityError(f"{key}: is the manifest of rank {read.rank} of {read.world_size}, expected {rank} of {commit.world_size}")
+        return read
 
     def read_locations(self, commit: str, rank: int) -> Locations:
         """Return the newest revision of a rank's locations. Raises: IntegrityError (missing or damaged)."""
         prefix = f"objects/{commit}/r{rank:05d}.locations."
-        revisions = [key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)]
-        if not revisions:
-            raise IntegrityError(f"{prefix}0001: missing, like any later revision: where the bytes of {commit} are is lost")
-        key = revisions[-1]
-        body, _ = documents.read(self.store, key, kind="locations")
+        tried = ""
+        while True:
+            key = max((key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            if key <= tried:
+                lost = tried or f"{prefix}0001"
+                raise IntegrityError(f"{lost}: missing, like any later revision: where the bytes of {commit} are is lost")
+            try:
+                body, _ = documents.read(self.store, key, kind="locations")
+                break
+            except NotFoundError:
+                tried = key  # Replaced by a later revision since it was listed.
         read = Locations.from_body(body, where=key)
         if (read.commit, read.rank) != (commit, rank):
             raise IntegrityError(f"{key}: are the locations of {read.commit}, rank {read.rank}")
@@ -135,8 +157,9 @@ class Repository:
             raise IntegrityError(f"HEAD: expected 'ref: refs/heads/<branch>', found {text[:60]!r}; write that line, or name branch=...")
         branch = match[1]
         if not self.refs.exists(f"heads/{branch}") and (others := self.refs.names("heads")):
+            why = "was deleted" if self.refs.numbers(f"heads/{branch}") else "has no records"
             raise IntegrityError(
-                f"HEAD: names the branch {branch!r}, which has no records, while {', '.join(others[:5])} have some: HEAD is damaged"
+                f"HEAD: names the branch {branch!r}, which {why}, while {', '.join(others[:5])} have some: HEAD is damaged"
                 " or records were lost; name branch=..., or correct HEAD"
             )
         return branch
@@ -153,7 +176,14 @@ class Repository:
         Raises: IntegrityError naming the file; NotFoundError for a dropped commit.
         """
         if commit.dropped:
-            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log")
+            raise dropped_error(commit.id)
+        # A second look: repack may have moved bytes, and deleted the blob, since the locations were read.
+        absent = self._absent_blob(commit) and self._absent_blob(commit)
+        if absent:
+            raise IntegrityError(absent)
+
+    def _absent_blob(self, commit: Commit) -> str | None:
+        """Return what is wrong with the first blob that a commit leads to and that is not there as it should be."""
         sizes: dict[str, int] = {}
         tables: dict[tuple[str, int], Locations] = {}
 
@@ -164,9 +194,7 @@ class Repository:
 
         def need(locations: Locations, source: int, row: int) -> tuple[Locations, int]:
             owner = table(*locations.source(source)) if source else locations
-            if row >= len(owner.rows):
-                raise IntegrityError(f"locations of {locations.commit}: no row {row} in those of {owner.commit}")
-            blob = owner.blobs[owner.rows[row].blob]
+            blob = owner.blobs[owner.row(row).blob]
             sizes[blob.key] = blob.size
             return owner, row
 
@@ -177,15 +205,19 @@ class Repository:
                 raise IntegrityError(f"objects/{commit.id}/r{rank:05d}.locations: belong to another manifest")
             for source, row in locations.at:
                 owner, number = need(locations, source, row)
-                base = owner.rows[number].base
+                base = owner.row(number).base
                 if base is not None:
                     need(owner, *base)
         for key, size in sorted(sizes.items()):
             found = self.store.size(key)
             if found != size:
-                raise IntegrityError(
-                    f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; needed by {commit.id}"
-                )
+                return f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; needed by {commit.id}"
+        return None
+
+
+def dropped_error(commit: str) -> NotFoundError:
+    """Return the error of whoever asks for the content of a dropped commit."""
+    return NotFoundError(f"commit {commit} was dropped by retention; its record stays in the log, its tensors are gone")
 
 
 def manifest_key(commit: str, rank: int) -> str:

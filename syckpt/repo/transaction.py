@@ -1,6 +1,6 @@
 """From packed bytes to a visible commit: opening a branch, intents, publication, recovery (FORMAT.md, section 9).
 
-Order of one save: intent, blob, manifest, locations, commit, ref record. The ref record is the moment at which the save exists.
+Order of one save: intent, blob, manifest, locations, commit, signature, ref record. The ref record is the moment at which the save exists.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptEr
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
-from syckpt.repo import documents
+from syckpt.repo import documents, signing
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository, manifest_key
+from syckpt.repo.repository import Repository, dropped_error, manifest_key
 
-__all__ = ["Hold", "Transaction", "newest_readable", "open_branch", "recover", "refuse_if_fenced"]
+__all__ = ["Hold", "Transaction", "blobs_of", "newest_readable", "open_branch", "recover", "refuse_if_fenced", "settle"]
 
 _log = logging.getLogger("syckpt")
 
@@ -52,8 +52,8 @@ def newest_readable(repository: Repository, branch: str) -> tuple[RefRecord | No
 def open_branch(repository: Repository, branch: str, *, run: str, expected: str | None, start: Commit | None = None) -> Hold:
     """Take the right to publish on a branch from every older holder, by an `open` record.
 
-    `expected` is the tip on which the caller builds; a branch without records begins at `start`.
-    Raises: ConflictError when the branch has moved on since.
+    `expected` is the tip on which the caller builds; a branch without records, or a deleted one, begins at `start`.
+    Raises: ConflictError when the branch has moved on since; NotFoundError when retention has just dropped `start`.
     """
     ref = f"heads/{branch}"
     head, damage = newest_readable(repository, branch)
@@ -64,18 +64,32 @@ def open_branch(repository: Repository, branch: str, *, run: str, expected: str 
             " to go on from there, or give it its own branch=..."
         )
     number = 0 if head is None else head.number + len(damage)
-    forks = head is None and start is not None
+    begins = head is None or head.deleted
+    fork = start if begins else None
     record = repository.refs.append(
         ref,
         after=number,
-        commit=start.id if head is None and start is not None else tip,
-        commit_seal=(start.seal if start is not None else None) if head is None else head.commit_seal,
+        commit=tip if fork is None else fork.id,
+        commit_seal=fork.seal if fork is not None else None if head is None else head.commit_seal,
         previous=tip,
         # A damaged record may have been an `open` one: count each as a generation.
         generation=1 if head is None else head.generation + len(damage) + 1,
         run=run,
-        reason="create" if forks else "open",
+        reason="open" if fork is None else "create",
     )
+    if fork is not None and "dropped" in repository.marks(fork.id):
+        # Looked at after the record was made: retention looks at the records after it has made its mark, so one of the two sees the other.
+        repository.refs.append(
+            ref,
+            after=record.number,
+            commit=None,
+            commit_seal=None,
+            previous=fork.id,
+            generation=record.generation,
+            run=run,
+            reason="delete",
+        )
+        raise dropped_error(fork.id)
     if repository.store.size("HEAD") is None:
         repository.set_head(branch)
     return Hold(branch, run, record.generation, record.number, record.commit)
@@ -102,8 +116,10 @@ class Transaction:
         self._may_be_visible = False
         documents.write(repository.store, _intent_key(commit), self._intent.to_body())
 
-    def publish(self, commit: Commit, *, hold: Hold, reader: Reader, locations: list[Locations]) -> tuple[Hold, Commit]:
-        """Make the commit visible, durably, and return the branch as it is now and the commit with its seal.
+    def publish(
+        self, commit: Commit, *, hold: Hold, reader: Reader, locations: list[Locations], signer: signing.Signer | None = None
+    ) -> tuple[Hold, Commit]:
+        """Make the commit, signed if there is a signer, visible, durably; return the branch as it is now and the commit with its seal.
 
         Raises: ConflictError (fenced, or moved by another), IntegrityError (a blob is gone), StoreError; then nothing is visible.
         """
@@ -115,6 +131,8 @@ class Transaction:
             raise
         seal = documents.write(repository.store, f"objects/{commit.id}.json", commit.to_body())
         sealed = Commit.from_body(commit.to_body(), seal=seal, where=commit.id)
+        if signer is not None:
+            signing.sign(repository, sealed, signer)
         ref = f"heads/{hold.branch}"
         parent = commit.parents[0] if commit.parents else None
         self._may_be_visible = True
@@ -148,19 +166,38 @@ def _intent_key(commit: str) -> str:
 
 def _check_present(reader: Reader, locations: list[Locations]) -> None:
     """Publication's last look: every blob that the commit leads to is there, whole."""
-    sizes: dict[str, int] = {}
-    for own in locations:
-        for source, row in own.at:
-            place = reader.place(own, source, row)
-            sizes[place.blob.key] = place.blob.size
-            if place.base is not None:
-                sizes[place.base.blob.key] = place.base.blob.size
+    wrong = _wrong_blob(reader, locations)
+    if wrong is not None:
+        # Repack may have moved bytes of others, and deleted the blob, since their locations were read.
+        for own in locations:
+            for source in own.sources:
+                reader.forget(source)
+        for source in {source for own in locations for other in own.sources for source in reader.table(other).sources}:
+            reader.forget(source)
+        wrong = _wrong_blob(reader, locations)
+    if wrong is not None:
+        raise IntegrityError(f"{wrong}: the save that needs it is given up")
+
+
+def _wrong_blob(reader: Reader, locations: list[Locations]) -> str | None:
+    """Return what is wrong with the first blob that is not there as it should be."""
+    sizes = {key: size for own in locations for key, size in blobs_of(reader, own).items()}
     for key, size in sizes.items():
         found = reader.repository.store.size(key)
         if found != size:
-            raise IntegrityError(
-                f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size}: the save that needs it is given up"
-            )
+            return f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size}"
+    return None
+
+
+def blobs_of(reader: Reader, locations: Locations) -> dict[str, int]:
+    """Return the blobs to which a rank's locations lead, with their sizes. Raises: IntegrityError, NotFoundError."""
+    sizes: dict[str, int] = {}
+    for source, row in locations.at:
+        place = reader.place(locations, source, row)
+        sizes[place.blob.key] = place.blob.size
+        if place.base is not None:
+            sizes[place.base.blob.key] = place.base.blob.size
+    return sizes
 
 
 def _finish(repository: Repository, commit: Commit, record: RefRecord) -> None:
@@ -192,6 +229,7 @@ def _point(repository: Repository, ref: str, commit: Commit) -> None:
 def _remove(repository: Repository, commit: str) -> None:
     # From the top down: what is left after a kill in between is still unreachable, and the intent still names it.
     repository.store.delete(f"objects/{commit}.json")
+    signing.remove(repository, commit)
     # One key that may be absent: the directory goes with the last of its files, and a save cut off early left it without any.
     for key in [*repository.store.list(f"objects/{commit}/"), manifest_key(commit, 0)]:
         repository.store.delete(key)
@@ -217,18 +255,27 @@ def recover(repository: Repository, hold: Hold) -> list[str]:
             continue
         if intent.branch != hold.branch or intent.generation >= hold.generation:
             continue
-        record = _record_of(repository, intent)
-        if record is None:
-            _remove(repository, intent.commit)
+        if not settle(repository, intent):
             dropped.append(intent.commit)
-            continue
-        try:
-            _finish(repository, repository.read_commit(intent.commit), repository.refs.head(record.ref) or record)
-        except (IntegrityError, NotFoundError) as exc:
-            # What damaged it may not stop the saves to come; `verify` names it, and the intent stays.
-            _log.warning("completing commit %s, whose save was cut off by a crash, failed: %s", intent.commit, exc)
     repository.store.collect_staging()
     return dropped
+
+
+def settle(repository: Repository, intent: Intent) -> bool:
+    """Complete a save that was cut off, if a record names its commit (True), else remove what it wrote (False).
+
+    Only for a save that nobody can publish any more: its branch was fenced, or its writer is dead.
+    """
+    record = _record_of(repository, intent)
+    if record is None:
+        _remove(repository, intent.commit)
+        return False
+    try:
+        _finish(repository, repository.read_commit(intent.commit), repository.refs.head(record.ref) or record)
+    except (ConflictError, IntegrityError, NotFoundError) as exc:
+        # What damaged it, or is completing it at this moment, may not stop the saves to come; what is damaged `verify` names.
+        _log.warning("completing commit %s, whose save was cut off by a crash, failed: %s", intent.commit, exc)
+    return True
 
 
 def _record_of(repository: Repository, intent: Intent) -> RefRecord | None:

@@ -11,7 +11,11 @@ tensors, what does not fit, and how to build the result. It reads no bytes and c
 * None or another plain value in the template asks for nothing: what was saved there is taken as new.
 * Optimizer state (a mapping with "state" and "param_groups") comes and goes: whatever these hold that the template lacks is taken as
   new (a scheduler adds hyper-parameters), and a parameter without saved state has none afterwards.
-* Namedtuples, dataclasses, enum members, factories of defaultdicts and the `_metadata` of state dicts are the template's.
+* Namedtuples, dataclasses, enum members, factories of defaultdicts and the `_metadata` of state dicts are the template's. Where the
+  template shows no such type, a plainer value is read, and told.
+* Keys of a state dict that differ by what wrappers insert (`_orig_mod.`, `module.`) are one where nothing else could be meant, and told.
+* A module's `_extra_state` is taken as it was saved.
+* `as_saved`: the template shows types and nothing else. Values, keys, lengths and ties are the commit's, tensors new.
 """
 
 from __future__ import annotations
@@ -19,9 +23,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,9 +36,11 @@ import torch
 from syckpt.errors import IntegrityError
 from syckpt.objects import canonical, nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
+from syckpt.state.bits import can_cast
 from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, tie_key, torch_name, unflatten
+from syckpt.state.wrappers import match
 
-__all__ = ["Fitted", "Options", "fit", "matching"]
+__all__ = ["Fitted", "Options", "fit", "kept", "matching"]
 
 Take = Callable[[int], torch.Tensor]
 Maker = Callable[[Take], Any]
@@ -41,17 +48,21 @@ Maker = Callable[[Take], Any]
 
 @dataclass(frozen=True)
 class Options:
-    """`select` tells by a leaf's path text whether it is wanted at all; what is not keeps the template's value, without a problem."""
+    """`select` tells by a leaf's path text whether it is wanted at all; what is not keeps the template's value, without a problem.
+    `encoded(form, data)` reads what a format made bytes of."""
 
     cast: bool = False
     select: Callable[[str], bool] | None = None
+    as_saved: bool = False
+    encoded: Callable[[str, bytes], Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """A plan. Copy every entry of `fills` into its tensor under `torch.no_grad()`, then `build` with those of `fresh`.
 
-    `missing` and `unexpected` are path texts, `mismatched` and `cast` sentences that begin with one.
+    `missing` and `unexpected` are path texts, `mismatched` and `cast` sentences that begin with one. `plainer` lists path texts by what
+    stood there and is read as a plainer value; `renamed` the names of the target and of the commit that differ by wrappers, as pairs.
     """
 
     fills: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -60,6 +71,8 @@ class Fitted:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
+    plainer: dict[str, list[str]] = field(default_factory=dict)
+    renamed: list[tuple[str, str]] = field(default_factory=list)
     _make: list[Maker] = field(default_factory=list)
     _filled: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -140,6 +153,15 @@ def _has_array(template: Any) -> bool:
     return _is_array(template) or any(_has_array(value) for _, value in _parts(template) or ())
 
 
+def _is_extra_state(key: Any) -> bool:
+    return type(key) is str and key.rpartition(".")[2] == "_extra_state"
+
+
+def _is_state_dict(template: Any) -> bool:
+    """Whether a mapping may be a module's state, whose names change with what wraps the module."""
+    return isinstance(template, Mapping) and any(isinstance(value, torch.Tensor) for value in template.values())
+
+
 def _describe(template: Any) -> str:
     if isinstance(template, torch.Tensor):
         if template.is_nested:
@@ -161,6 +183,8 @@ def _entries(node: Node) -> Iterator[int]:
             yield payload
         elif kind == "ndarray":
             yield payload[0]
+        elif kind == "encoded":
+            yield payload[1]
         elif kind == "generator":
             yield from _entries(payload[1])
 
@@ -197,6 +221,8 @@ class _Planner:
         kind = split(node)[0]
         if kind in ("tensor", "ndarray"):
             return self._leaf(node, template, path)
+        if kind == "encoded":
+            return self._whole(node, template, path)  # Only its format knows what is inside.
         if kind == "enum" and isinstance(template, enum.Enum):
             return self._enum(node, template, path)
         is_mapping = kind in nodes.MAPPING_KINDS or kind == "dataclass"
@@ -225,11 +251,21 @@ class _Planner:
         for index in _entries(node):
             self._entry(index)
             self.plan.fresh.add(index)
-        return lambda take: unflatten(node, take)
+        self._tell_plainer(nodes.plainer(node, path))
+        return lambda take: unflatten(node, take, encoded=self.options.encoded)
+
+    def _tell_plainer(self, found: Iterable[tuple[KeyPath, str]]) -> None:
+        for path, what in found:
+            self.plan.plainer.setdefault(what, []).append(format_path(path))
+
+    def _tell_itself_plainer(self, node: Node, path: KeyPath) -> None:
+        what = nodes.plainer_type(node)
+        if what is not None:
+            self._tell_plainer([(path, what)])
 
     def _unlike(self, node: Node, template: Any, path: KeyPath, found: str | None = None) -> Maker | None:
         """Handle a subtree of another form than the template's."""
-        if not _has_array(template) and next(_entries(node), None) is None:
+        if self.options.as_saved or (not _has_array(template) and next(_entries(node), None) is None):
             return self._whole(node, template, path)
         if self._wanted(_node_paths(node, path)):
             if found is None:
@@ -251,7 +287,7 @@ class _Planner:
 
     def _leaf(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
         kind, payload = split(node)
-        if not _is_array(template) and _parts(template) is None:
+        if self.options.as_saved or (not _is_array(template) and _parts(template) is None):
             return self._whole(node, template, path)
         if not self._wanted([path]):
             return self._keep(template)
@@ -280,11 +316,22 @@ class _Planner:
         if (
             not template.flags.writeable
             or (template.size and not np.may_share_memory(stored, template))
-            or min(stored.strides, default=0) < 0
+            or any(stride < 0 or stride % stored.itemsize for stride in stored.strides)
         ):
-            # torch cannot write to it in place, so the result holds a new array.
-            return self._whole(node, template, path)
+            # torch cannot write to it in place.
+            return self._unlike(node, template, path, found) if template.dtype != dtype else self._array(node, template, path)
         return self._fill(index, torch.from_numpy(stored), template, path, found)
+
+    def _array(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
+        """Read an array as new, and copy it into the target in the end, if that can be written at all."""
+        maker = self._whole(node, template, path)
+
+        def make(take: Take) -> Any:
+            assert maker is not None
+            np.copyto(template, maker(take), casting="no")
+            return template
+
+        return make if template.flags.writeable else maker
 
     def _fill(self, index: int, target: torch.Tensor, template: Any, path: KeyPath, found: str) -> Maker | None:
         """Plan entry -> target, whose shapes agree."""
@@ -295,7 +342,7 @@ class _Planner:
             return self._unfillable(template, path, "it overlaps itself; clone it")
         if entry.dtype != name:
             source = getattr(torch, entry.dtype, None)
-            can = isinstance(source, torch.dtype) and torch.can_cast(source, target.dtype)
+            can = isinstance(source, torch.dtype) and can_cast(source, target.dtype)
             if not (self.options.cast and can):
                 hint = " (cast=True would convert it)" if can else ""
                 self._mismatch(path, _describe(template), found + hint)
@@ -329,8 +376,13 @@ class _Planner:
         try:
             found = type(template)(_unflatten_key(value))
         except ValueError:
+            found = None
+        # Members of two enums may have one value.
+        if found is None or (found.name != member and type(template).__name__ != name):
+            if self.options.as_saved:
+                return self._whole(node, template, path)
             self._mismatch(path, f"a member of {type(template).__name__}", f"{name}.{member}")
-            found = template
+            return self._keep(template)
         return lambda take: found
 
     # --- containers
@@ -341,6 +393,17 @@ class _Planner:
         pairs = payload[1] if kind == "dataclass" else payload
         live = {canonical.dumps(nodes.encode(key, leaf=plain_leaf, path=path)): (key, value) for key, value in _pairs_of(template)}
         saved_keys = [canonical.dumps(key) for key, _ in pairs]
+        if self.options.as_saved:
+            mode = _STATE
+        if kind == "dataclass" and _is_dataclass(template):
+            if mode and set(saved_keys) != set(live):
+                return self._unlike(node, template, path)
+        elif not (kind == "defaultdict" and isinstance(template, defaultdict)) and self._wanted([path]):
+            self._tell_itself_plainer(node, path)
+        if mode == _STRICT and _is_state_dict(template):
+            for name, saved in match([key for key in template if type(key) is str], [key for key, _ in pairs if type(key) is str]).items():
+                live[canonical.dumps(saved)] = live.pop(canonical.dumps(nodes.encode(name)))
+                self.plan.renamed.append((format_path((*path, name)), format_path((*path, saved))))
         optimizer = all(key in live and key in saved_keys for key in _OPTIMIZER)
         made: list[tuple[Any, Maker]] = []
         for text, (key_node, child) in zip(saved_keys, pairs, strict=True):
@@ -348,8 +411,9 @@ class _Planner:
             inner = _OPTIMIZER[text] if optimizer and text in _OPTIMIZER else _EXTRA if mode else _STRICT
             if text in live:
                 key, value = live.pop(text)
-                maker = self.walk(child, value, below, inner)
+                maker = self._extra_state(child, value, below) if _is_extra_state(key) else self.walk(child, value, below, inner)
             elif mode:
+                self._tell_plainer(nodes.plainer(key_node, path))
                 key, maker = _unflatten_key(key_node), self.walk(child, _ABSENT, below, inner)
             else:
                 if self._wanted(_node_paths(child, below)):
@@ -370,15 +434,30 @@ class _Planner:
             return self._keep(instead)
         return lambda take: _rebuild_mapping(kind, template, [(key, maker(take)) for key, maker in made])
 
+    def _extra_state(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
+        """Take what a module's `get_extra_state` returned as it was saved: its form is nobody's business but the module's."""
+        options = self.options
+        if not self._wanted(_node_paths(node, path)):
+            return self._keep(template)
+        self.options = replace(options, as_saved=True, select=None)
+        try:
+            return self.walk(node, template, path)
+        finally:
+            self.options = options
+
     def _sequence(self, node: Node, template: Any, path: KeyPath, mode: int) -> Maker | None:
         kind, payload = split(node)
         below = nodes.children(node) or []
         named = kind == "namedtuple" and _is_namedtuple(template)
+        if self.options.as_saved and not named and not _is_namedtuple(template):
+            template = [*itertools.islice(template, len(below)), *[_ABSENT] * (len(below) - len(template))]
         if len(below) != len(template) or (named and tuple(name for name, _ in below) != template._fields):
             return self._unlike(node, template, path)
         if not named and not any(isinstance(child, dict) for _, child in below) and not _has_array(template):
             # A long list of numbers needs no maker each.
             return self._whole(node, template, path)
+        if not named:
+            self._tell_itself_plainer(node, path)
         inner = _EXTRA if mode else _STRICT
         # Never None: the template has a value at each of these places.
         makers = [self.walk(child, value, (*path, key), inner) for (key, child), value in zip(below, template, strict=True)]
@@ -397,6 +476,9 @@ class _Planner:
 def _rebuild_mapping(kind: str, template: Any, pairs: list[tuple[Any, Any]]) -> Any:
     if kind == "dataclass" and _is_dataclass(template):
         result = copy.copy(template)
+        for name in set(getattr(result, "__dict__", ())) - {item.name for item in dataclasses.fields(template)}:
+            # A cached property knows the template's values.
+            del result.__dict__[name]
         for name, value in pairs:
             # Frozen dataclasses refuse their own setattr.
             object.__setattr__(result, name, value)
@@ -414,6 +496,11 @@ def _rebuild_mapping(kind: str, template: Any, pairs: list[tuple[Any, Any]]) -> 
         dict.update(counted, pairs)
         return counted
     return dict(pairs)
+
+
+def kept(template: Any) -> Fitted:
+    """Return the plan that leaves a target as it is."""
+    return Fitted(_make=[lambda take: template])
 
 
 def fit(node: Node, template: Any, *, path: KeyPath, entries: Sequence[Any], options: Options | None = None) -> Fitted:

@@ -6,10 +6,12 @@ non-contiguous numpy arrays of a dtype that torch does not have.
 
 * One region of memory, reached twice, is one leaf (a tie): same device, address, shape, strides and dtype. Two empty tensors are
   one leaf only if they are one object. Other overlaps (slices of one buffer) are stored as separate tensors, each whole.
-* Parameters are tensors here; whether they require a gradient is a property of the live object that they are loaded into.
+* Parameters and subclasses without a `__torch_dispatch__` of their own are tensors here: class, attributes and whether a gradient is
+  required are properties of the live object that they are loaded into.
 * numpy arrays: a dtype that torch has, little-endian, is stored as that; "F" (Fortran- and not C-contiguous) is stored as its
   transpose. Any other dtype (structured, datetime, text, big-endian, long double) is stored as its bytes: uint8, with the
-  size of an element as the last dimension, and the real dtype in the node.
+  size of an element as the last dimension, and the real dtype in the node. Scalars of C types that are the same dtype (`longlong`)
+  come back as numpy's own (`int64`).
 * Generators: `["torch", {"device", "state"}]`; `[name of the bit generator, {"state", "seed_seq"}]` for `np.random.Generator`
   (`seed_seq` is what `spawn` needs); `["RandomState", state]` for the legacy class.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,18 @@ from syckpt.errors import IntegrityError, StateError
 from syckpt.objects import address, canonical, nodes
 from syckpt.objects.dtypes import DTYPES
 from syckpt.objects.nodes import KeyPath, Node
+from syckpt.state.formats import (
+    PICKLED,
+    JsonSerialization,
+    RawSerialization,
+    SafetensorsSerialization,
+    SerializationFormat,
+    TorchSerialization,
+    json_node,
+    known_format,
+    pickled,
+    tensor_names,
+)
 
 __all__ = [
     "Flat",
@@ -68,12 +82,16 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """One entry: `array` has exactly `dtype` (torch's name) and `shape`, maybe strided, maybe on another device."""
+    """One entry: `array` has exactly `dtype` (torch's name) and `shape`, maybe strided, maybe on another device.
+
+    `trainable`: one of the tensors that it stands for required a gradient.
+    """
 
     path: KeyPath
     array: Any
     dtype: str
     shape: tuple[int, ...]
+    trainable: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +200,8 @@ def stored_array(array: Any, *, order: str) -> Any:
     """
     base = array.T if order == "F" else array
     if torch_name(base.dtype) is not None:
-        return base
+        # torch does not know `ulonglong`, which is the same dtype.
+        return base.view(base.dtype.str)
     shape = (*base.shape, base.dtype.itemsize)
     if 0 in shape:
         return np.empty(shape, np.uint8)
@@ -288,7 +307,8 @@ def _read_generator(kind: str, state: Any) -> Any:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, formats: Mapping[str, SerializationFormat]) -> None:
+        self._formats = formats
         self.leaves: list[Leaf] = []
         # What an index stands for is kept alive with it: a freed object's address could be taken by another one.
         self._seen: dict[Any, tuple[int, Any]] = {}
@@ -304,6 +324,39 @@ class _Flattener:
             return {"generator": [kind, nodes.encode(state, leaf=self.leaf, path=path)]}
         return plain_leaf(value, path)
 
+    def item(self, name: str, value: Any) -> Node:
+        """Return an item's node, after a look at whether its format can carry it. Raises: StateError."""
+        form, path = self._formats.get(name), (name,)
+        if isinstance(form, JsonSerialization) and known_format(form):
+            return json_node(form, value, path)
+        if form is not None and (isinstance(form, RawSerialization) or not known_format(form)):
+            return self._encoded(form.name, _encode(form, value, path), path)
+        if isinstance(form, TorchSerialization) and not form.weights_only:
+            return nodes.encode(value, leaf=self._leaf_or_pickle, otherwise=self._pickle, path=path)
+        node = nodes.encode(value, leaf=self.leaf, path=path)
+        if isinstance(form, SafetensorsSerialization):
+            for index in tensor_names(node, path).values():
+                found = self.leaves[index]
+                if DTYPES[found.dtype].safetensors is None:
+                    raise StateError(f"{nodes.format_path(found.path)}: safetensors has no dtype {found.dtype}: view it as uint8")
+        return node
+
+    def _leaf_or_pickle(self, value: Any, path: KeyPath) -> Node | None:
+        count = len(self.leaves)
+        try:
+            return self.leaf(value, path)
+        except StateError:
+            del self.leaves[count:]
+            return self._pickle(value, path)
+
+    def _pickle(self, value: Any, path: KeyPath) -> Node:
+        return self._encoded(PICKLED, pickled(value, path), path)
+
+    def _encoded(self, form: str, data: bytes, path: KeyPath) -> Node:
+        array = np.frombuffer(bytearray(data), np.uint8)
+        self.leaves.append(Leaf(path, array, "uint8", array.shape))
+        return {"encoded": [form, len(self.leaves) - 1]}
+
     def _tensor(self, value: torch.Tensor, path: KeyPath) -> int:
         why = refuse_tensor(value)
         if why is not None:
@@ -318,8 +371,11 @@ class _Flattener:
             dtype, shape = dtype_name(plain.dtype), tuple(int(size) for size in plain.shape)
             self._seen[key] = len(self.leaves), value
             resolved = plain if is_sharded(plain) else plain.resolve_conj().resolve_neg()
-            self.leaves.append(Leaf(path, resolved, dtype, shape))
-        return self._seen[key][0]
+            self.leaves.append(Leaf(path, resolved, dtype, shape, value.requires_grad))
+        index = self._seen[key][0]
+        if value.requires_grad and not self.leaves[index].trainable:
+            self.leaves[index] = replace(self.leaves[index], trainable=True)
+        return index
 
     def _ndarray(self, value: Any, path: KeyPath) -> Node:
         if type(value) is not np.ndarray:
@@ -336,19 +392,38 @@ class _Flattener:
         return {"ndarray": [self._seen[key][0], descr, order]}
 
 
-def flatten(items: Mapping[str, Any]) -> Flat:
+def _encode(form: SerializationFormat, value: Any, path: KeyPath) -> bytes:
+    """Return what a format makes of an item. Raises: StateError naming it, for whatever the format raises."""
+    try:
+        data = form.encode(value)
+    except Exception as exc:
+        raise StateError(f"{nodes.format_path(path)}: {type(form).__name__} cannot encode it: {exc}") from exc
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise StateError(f"{nodes.format_path(path)}: {type(form).__name__}.encode returned {type(data).__name__}: it must return bytes")
+    return bytes(data)
+
+
+def flatten(items: Mapping[str, Any], *, formats: Mapping[str, SerializationFormat] | None = None) -> Flat:
     """Take values apart into nodes and leaves, in the order in which the structure first reaches them.
 
-    Leaves share memory with the values (see above).
+    Leaves share memory with the values (see above). `formats`: of items that are to be files of a format, which must be able to carry them.
     Raises: StateError naming path, type and fix for what cannot be carried.
     """
-    flattener = _Flattener()
-    return Flat({name: nodes.encode(value, leaf=flattener.leaf, path=(name,)) for name, value in items.items()}, flattener.leaves)
+    flattener = _Flattener(formats or {})
+    return Flat({name: flattener.item(name, value) for name, value in items.items()}, flattener.leaves)
 
 
-def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
+def _bytes_of(entry: Any) -> bytes:
+    """Return the bytes in an entry. Raises: IntegrityError for one that is not made of bytes."""
+    if not str(entry.dtype).endswith("uint8") or entry.ndim != 1:
+        raise IntegrityError(f"encoded bytes cannot be {entry.dtype} of shape {list(entry.shape)}; run `syckpt verify`")
+    array = entry.detach().cpu().numpy() if isinstance(entry, torch.Tensor) else entry
+    return bytes(array.tobytes())
+
+
+def unflatten(node: Node, tensor: Callable[[int], Any], *, encoded: Callable[[str, bytes], Any] | None = None) -> Any:
     """Return the value of a node; `tensor(i)` returns entry i as a torch tensor of its dtype and shape
-    (a numpy array will do where the node asks for one).
+    (a numpy array will do where the node asks for one). `encoded(form, data)` returns what a format made bytes of; without it, the bytes.
 
     It is asked once an entry, so ties inside the node hold; values share memory with what it returns.
     Raises: IntegrityError for a malformed node.
@@ -370,6 +445,10 @@ def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
             if key not in arrays:
                 arrays[key] = numpy_of(entry(index), descr, order)
             return arrays[key]
+        if kind == "encoded":
+            form, index = payload
+            data = _bytes_of(entry(index))
+            return data if encoded is None else encoded(form, data)
         if kind == "npscalar":
             return _read_scalar(*payload)
         if kind == "size":

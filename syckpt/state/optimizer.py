@@ -21,11 +21,12 @@ from torch import nn
 from syckpt.errors import StateError
 from syckpt.objects import canonical
 from syckpt.state.flatten import flatten
+from syckpt.state.wrappers import WRAPPERS
 
-__all__ = ["by_index", "by_name", "is_by_name", "load_exact", "names_of"]
+__all__ = ["by_index", "by_name", "by_number", "is_by_name", "load_exact", "names_of"]
 
-# What wrappers insert into the names of parameters: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# A part called "module" may be the model's own; around a whole model it is known by the wrapper's class.
+_INSERTED = WRAPPERS - {"module"}
 # These two belong to the live group, whatever the saved one says.
 _NOT_HYPER = ("params", "param_names")
 
@@ -44,7 +45,7 @@ def names_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module])
         while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
         for name, parameter in module.named_parameters():
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            plain = ".".join(part for part in name.split(".") if part not in _INSERTED)
             found.setdefault(id(parameter), f"{item}.{plain}")
     wanted = [id(parameter) for parameter in _params(optimizer.param_groups)]
     names = {key: found[key] for key in wanted if key in found}
@@ -66,6 +67,16 @@ def by_name(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, nam
         **state_dict,
         "state": {name_of.get(key, key): value for key, value in state_dict["state"].items()},
         "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in state_dict["param_groups"]],
+    }
+
+
+def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict saved by name as torch numbers parameters: in the order of the saved groups."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(_params(saved["param_groups"])))}
+    return {
+        **saved,
+        "state": {numbers.get(key, key): value for key, value in saved["state"].items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]],
     }
 
 

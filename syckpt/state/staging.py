@@ -22,6 +22,7 @@ from syckpt.errors import StoreError
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
 from syckpt.objects.nodes import KeyPath
+from syckpt.state.bits import copy_tensor
 
 __all__ = ["Part", "Slot", "layout"]
 
@@ -33,7 +34,8 @@ _PAGE = mmap.PAGESIZE
 class Part:
     """What this rank hands over of one tensor: a box of it (None: the whole) and its values; no `array` where another rank stores them.
 
-    `shape` is the whole tensor's. `local`: the values are this rank's alone. The array is the live one: copy it before training goes on.
+    `shape` is the whole tensor's. `local`: the values are this rank's alone. `trainable`: it is a parameter that training changes.
+    The array is the live one: copy it before training goes on.
     """
 
     path: KeyPath
@@ -42,6 +44,7 @@ class Part:
     box: Box | None
     array: Any
     local: bool = False
+    trainable: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +147,7 @@ class Slot:
     def _copy_tensor(self, tensor: torch.Tensor, offset: int, nbytes: int, used: set[torch.device]) -> None:
         target = self._bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
         if tensor.device.type != "cuda":
-            target.copy_(tensor)
+            copy_tensor(target, tensor)
             return
         self._pin()
         stream = self._streams.of(tensor.device)
@@ -153,7 +156,7 @@ class Slot:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             used.add(tensor.device)
         with torch.cuda.stream(stream):
-            target.copy_(tensor, non_blocking=True)
+            copy_tensor(target, tensor, non_blocking=True)
         # Should the caller free the tensor now, its memory must not be handed out before the copy has ended.
         tensor.record_stream(stream)
 

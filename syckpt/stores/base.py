@@ -3,7 +3,7 @@
 | operation | key absent | key present | directory missing | killed in the middle |
 |---|---|---|---|---|
 | `get`, `readinto` | NotFoundError | its bytes; a range beyond the end: IntegrityError | as absent | - |
-| `size` | None | bytes | as absent | - |
+| `size`, `modified_s` | None | bytes; when they were written | as absent | - |
 | `create`, `sink` ... `close` | durable on return | ConflictError, old bytes kept | made, durably | key absent or complete, never torn |
 | `replace` | durable on return | overwritten | made, durably | old bytes or new ones, never torn |
 | `list` | - | sorted | empty list | - |
@@ -21,6 +21,7 @@ A key is not at once the directory of another: a store may refuse that with Stor
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,6 +107,9 @@ class Store(Protocol):
     def size(self, key: str) -> int | None:
         """Return the size in bytes, or None for an absent key."""
 
+    def modified_s(self, key: str) -> float | None:
+        """Return when the key's bytes were written, in seconds since the Unix epoch by the store's clock, or None for an absent key."""
+
     def create(self, key: str, data: Buffer) -> None:
         """Put if absent: atomic, and durable on return. Raises: ConflictError."""
 
@@ -115,8 +119,8 @@ class Store(Protocol):
     def sink(self, key: str) -> Sink:
         """Begin a streaming `create`."""
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys below the directory `prefix` (a trailing `/` is optional), at any depth; "" for all."""
+    def list(self, prefix: str = "", *, deep: bool = True) -> list[str]:
+        """Return the sorted keys below the directory `prefix` (a trailing `/` is optional; "" for all), `deep`: at any depth."""
 
     def delete(self, key: str) -> None:
         """Remove the key; an absent one is fine."""
@@ -131,8 +135,13 @@ class Store(Protocol):
         """Return the path or URL, for messages."""
 
 
+_USUAL_KEY = re.compile(r"(?!staging(?:/|$))[A-Za-z0-9_%-][A-Za-z0-9_%.-]*(?:/[A-Za-z0-9_%-][A-Za-z0-9_%.-]*)*")
+
+
 def is_key(key: str) -> bool:
     """Whether `key` is well-formed."""
+    if _USUAL_KEY.fullmatch(key):  # one of the keys of the format: a listing has thousands
+        return True
     parts = key.split("/")
     clean = key.isascii() and key.isprintable() and "\\" not in key
     return clean and parts[0] != STAGING and not any(part in ("", ".", "..") for part in parts)
@@ -209,11 +218,12 @@ def parse_root(root: str | os.PathLike[str] | StoreSpec) -> StoreSpec:
 def open_store(spec: StoreSpec) -> Store:
     """Open the store of a spec; nothing is created before the first mutation. Raises: FormatError for an unknown kind."""
     # Imported here: they implement this module's protocols.
-    from syckpt.stores.faults import open_faulty
-    from syckpt.stores.local import LocalStore
-
     if spec.kind == "local":
+        from syckpt.stores.local import LocalStore
+
         return LocalStore(spec.path)
     if spec.kind == "faulty":
+        from syckpt.stores.faults import open_faulty
+
         return open_faulty(spec)
     raise FormatError(f"unknown kind of store {spec.kind!r} for {spec.path}: expected 'local' or 'faulty'; a newer syckpt may know it")

@@ -4,6 +4,11 @@ A key is created under a name in `staging/`, synced, linked to its own name, and
 leaves the key whole or absent, and at most a file in `staging/`. Every store syncs the entry of each directory that it writes to once,
 whoever made it. No symbolic link below the root is followed (IntegrityError): a repository that came from elsewhere cannot lead out of
 itself. A failed fsync is final: the kernel may have dropped the dirty pages and would call a second one a success.
+
+Errors that pass, as network file systems and busy disks give them (EAGAIN, EBUSY, EINTR, EIO, ENOBUFS, ENOMEM, EREMOTEIO, ESTALE,
+ETIMEDOUT), are tried again three times within a quarter of a second, where a second try does no harm: `mkdir`, `open`, `write` (at a
+fixed offset), `link` and `unlink`. Not `fsync`, and not `replace`, whose first try may have taken effect; and no full disk, which does
+not pass by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from syckpt.stores.base import STAGING, MutationHook, absent, check_key, check_prefix, check_range, flat, is_key, unobserved
@@ -33,6 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalStore"]
 
+T = TypeVar("T")
+_PASSING = {
+    getattr(errno, name)
+    for name in ("EAGAIN", "EBUSY", "EINTR", "EIO", "ENOBUFS", "ENOMEM", "EREMOTEIO", "ESTALE", "ETIMEDOUT")
+    if hasattr(errno, name)  # EREMOTEIO is Linux's
+}
+_PAUSES_S = (0.01, 0.04, 0.16)
 _WRITE_NBYTES = 8 << 20  # writes end at multiples of this: unaligned ones cost a third more (page and extent boundaries)
 _COPY_NBYTES = 4096  # smaller buffers are copied: cheaper than a place in the vector
 _VECTOR_COUNT = 1024  # IOV_MAX
@@ -78,6 +90,12 @@ class LocalStore:
         except NotFoundError:
             return None
 
+    def modified_s(self, key: str) -> float | None:
+        try:
+            return self._open(key).modified_s()
+        except NotFoundError:
+            return None
+
     def create(self, key: str, data: Buffer) -> None:
         with self.sink(key) as sink:
             sink.write([data])
@@ -91,16 +109,16 @@ class LocalStore:
         check_key(key)
         return _LocalSink(self, key, "link", os.link)
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", *, deep: bool = True) -> list[str]:
         with _translating("list", self.path(prefix)):
-            return sorted(self._keys(check_prefix(prefix)))
+            return sorted(self._keys(check_prefix(prefix), deep=deep))
 
     def delete(self, key: str) -> None:
         check_key(key)
         *parents, name = key.split("/")
         with _translating("delete", self.path(key)), suppress(FileNotFoundError, NotADirectoryError):
-            with self._directory(parents) as at, self._mutating("unlink", key), suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=at)
+            with self._directory(parents) as at:
+                self._unlink(name, key, at=at)
             if len(parents) == 2 and parents[0] == "objects":  # the only directories that come and go: one a commit
                 self._remove_if_empty(parents, key)
 
@@ -110,8 +128,7 @@ class LocalStore:
             for name in os.listdir(at):
                 with suppress(FileNotFoundError):  # its owner or another collector removed it first
                     if _is_abandoned(name, os.lstat(name, dir_fd=at).st_mtime):
-                        with self._mutating("unlink", f"{STAGING}/{name}"):
-                            os.unlink(name, dir_fd=at)
+                        self._unlink(name, f"{STAGING}/{name}", at=at)
                         removed += 1
         return removed
 
@@ -130,6 +147,20 @@ class LocalStore:
         with _translating(operation, path or self.path(key)):
             self.before_mutation(operation, key)
             yield
+
+    def _unlink(self, name: str, key: str, *, at: int | None = None, path: str | None = None) -> None:
+        def unlink() -> None:
+            with self._mutating("unlink", key, path), suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=at)
+
+        _patiently(unlink)
+
+    def _mkdir(self, name: str, key: str, path: str, *, at: int | None = None) -> None:
+        def mkdir() -> None:
+            with self._mutating("mkdir", key, path), suppress(FileExistsError):
+                os.mkdir(name, dir_fd=at)
+
+        _patiently(mkdir)
 
     def _open(self, key: str) -> _Reader:
         check_key(key)
@@ -163,7 +194,7 @@ class LocalStore:
                 self._readers.popitem(last=False)  # closed when the last thread that reads from it lets go
         return reader
 
-    def _keys(self, prefix: str) -> Iterator[str]:
+    def _keys(self, prefix: str, *, deep: bool) -> Iterator[str]:
         directories = []
         # Deleted meanwhile, or the name of a file: no keys below it.
         with suppress(FileNotFoundError, NotADirectoryError), self._directory(prefix.split("/")[:-1]) as at, os.scandir(at) as entries:
@@ -176,8 +207,8 @@ class LocalStore:
                         directories.append(f"{key}/")
                     else:
                         yield key
-        for directory in directories:
-            yield from self._keys(directory)
+        for directory in directories if deep else ():
+            yield from self._keys(directory, deep=True)
 
     def _remove_if_empty(self, parents: Sequence[str], key: str) -> None:
         with self._directory(parents[:-1]) as at, self._mutating("rmdir", key, self.path("/".join(parents))):
@@ -204,8 +235,7 @@ class LocalStore:
 
     def _enter(self, at: int, name: str, path: str, made_for: str | None) -> int:
         if made_for is not None and path not in self._synced:
-            with self._mutating("mkdir", made_for, path), suppress(FileExistsError):
-                os.mkdir(name, dir_fd=at)
+            self._mkdir(name, made_for, path, at=at)
             self._sync_directory(at, made_for, os.path.dirname(path))
             self._synced.add(path)
         try:
@@ -222,8 +252,7 @@ class LocalStore:
             while not os.path.isdir(os.path.dirname(missing[-1])):
                 missing.append(os.path.dirname(missing[-1]))
             for path in reversed(missing):
-                with self._mutating("mkdir", made_for, path), suppress(FileExistsError):
-                    os.mkdir(path)
+                self._mkdir(path, made_for, path)
                 parent = os.open(os.path.dirname(path), _DIRECTORY)
                 try:
                     self._sync_directory(parent, made_for, os.path.dirname(path))
@@ -250,16 +279,22 @@ class _LocalSink:
         self._size = 0
         self._closed = False
         self._file: int | None = None
+        self._staged = ""
         while self._file is None:
-            name = _new_name()
-            self._staged: str = store.path(f"{STAGING}/{name}")
-            with (
-                _translating("open", self._staged),
-                store._directory([STAGING], made_for=key) as at,
-                store._mutating("open", key, self._staged),
-                suppress(FileExistsError),  # of the same pid and start time, before the machine was restarted
-            ):
-                self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=at)
+            self._file = _patiently(self._stage)
+
+    def _stage(self) -> int | None:
+        """Open a new file in `staging/`; None if that name was taken: of the same pid and start time, before the machine was restarted."""
+        store, name = self._store, _new_name()
+        self._staged = store.path(f"{STAGING}/{name}")
+        with (
+            _translating("open", self._staged),
+            store._directory([STAGING], made_for=self._key) as at,
+            store._mutating("open", self._key, self._staged),
+            suppress(FileExistsError),
+        ):
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=at)
+        return None
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         self._require_open()
@@ -298,6 +333,11 @@ class _LocalSink:
                 self._drain(self._size)
                 with self._store._mutating("fsync", self._key, self._staged):
                     _sync(file)
+                found = os.fstat(file).st_size
+                if found != self._size:
+                    raise StoreError(
+                        f"{self._staged} has {found} bytes of the {self._size} that were written to it: check the disk (dmesg)"
+                    )
                 self._make_visible(file)
             except BaseException:
                 self.abort()
@@ -331,8 +371,8 @@ class _LocalSink:
             os.close(file)
         if remove:
             # What cannot be removed now is left to `collect_staging`; the key's fate is decided already.
-            with suppress(StoreError), self._store._mutating("unlink", self._key, self._staged):
-                os.unlink(self._staged)
+            with suppress(StoreError):
+                self._store._unlink(self._staged, self._key, path=self._staged)
 
     def _drain(self, end: int) -> None:
         """Write what is pending up to the file offset `end`."""
@@ -359,9 +399,13 @@ class _LocalSink:
 
     def _pwritev(self, vector: Sequence[memoryview], offset: int) -> int:
         file = self._require_open()
-        try:
+
+        def write() -> int:
             with self._store._mutating("write", self._key, self._staged):
                 return os.pwritev(file, vector, offset)
+
+        try:
+            return _patiently(write)
         except BaseException:
             self.abort()
             raise
@@ -372,25 +416,33 @@ class _LocalSink:
         path = store.path(key)
         while True:
             with _translating("open", path), store._directory(parents, made_for=key) as at:
-                with store._mutating(self._operation, key, path):
-                    try:
-                        self._publish(self._staged, name, dst_dir_fd=at)
-                    except FileNotFoundError:
-                        if not os.path.exists(self._staged):
-                            raise
-                        continue  # a concurrent `delete` removed the directory, empty
-                    except FileExistsError:
-                        # A second link: ours was made and the answer lost (NFS repeats the request).
-                        if os.fstat(file).st_nlink < 2:
-                            raise ConflictError(f"{path} exists already: another process created it, and it is never overwritten") from None
+                publish = functools.partial(self._publish_in, at, name, file)
+                if not (_patiently(publish) if self._operation == "link" else publish()):
+                    continue  # a concurrent `delete` removed the directory, empty
                 try:
                     store._sync_directory(at, key, os.path.dirname(path))
                 except BaseException:
                     if self._operation == "link":
-                        with suppress(StoreError), store._mutating("unlink", key, path):
-                            os.unlink(name, dir_fd=at)
+                        with suppress(StoreError):
+                            store._unlink(name, key, at=at)
                     raise
                 return
+
+    def _publish_in(self, at: int, name: str, file: int) -> bool:
+        """Give the staged file its name in a directory; False where that directory is gone."""
+        path = self._store.path(self._key)
+        with self._store._mutating(self._operation, self._key, path):
+            try:
+                self._publish(self._staged, name, dst_dir_fd=at)
+            except FileNotFoundError:
+                if not os.path.exists(self._staged):
+                    raise
+                return False
+            except FileExistsError:
+                # A second link: ours was made and the answer lost (NFS repeats the request).
+                if os.fstat(file).st_nlink < 2:
+                    raise ConflictError(f"{path} exists already: another process created it, and it is never overwritten") from None
+        return True
 
 
 class _Reader:
@@ -407,9 +459,24 @@ class _Reader:
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size
 
+    def modified_s(self) -> float:
+        return os.fstat(self.descriptor).st_mtime
+
     def is_unlinked(self) -> bool:
         """Whether the file was deleted or replaced after it was opened."""
         return os.fstat(self.descriptor).st_nlink == 0
+
+
+def _patiently(attempt: Callable[[], T]) -> T:
+    """Return what `attempt` does, tried again after errors that pass."""
+    for pause_s in _PAUSES_S:
+        try:
+            return attempt()
+        except StoreError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return attempt()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ class MemoryStore:
     def __init__(self, *, before_mutation: MutationHook = unobserved) -> None:
         self.before_mutation = before_mutation
         self._values: dict[str, bytes] = {}
+        self._written: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -40,6 +42,10 @@ class MemoryStore:
         value = self._values.get(key)
         return None if value is None else len(value)
 
+    def modified_s(self, key: str) -> float | None:
+        check_key(key)
+        return self._written.get(key) if key in self._values else None
+
     def create(self, key: str, data: Buffer) -> None:
         with self.sink(key) as sink:
             sink.write([data])
@@ -48,14 +54,15 @@ class MemoryStore:
         check_key(key)
         self._mutate("replace", key)
         self._values[key] = flat(data).tobytes()
+        self._written[key] = time.time()
 
     def sink(self, key: str) -> _MemorySink:
         check_key(key)
         return _MemorySink(self, key)
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", *, deep: bool = True) -> list[str]:
         start = check_prefix(prefix)
-        return sorted(key for key in tuple(self._values) if key.startswith(start))
+        return sorted(key for key in tuple(self._values) if key.startswith(start) and (deep or "/" not in key[len(start) :]))
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -85,6 +92,7 @@ class MemoryStore:
             if key in self._values:
                 raise ConflictError(f"{key!r} exists already in {self.describe()}: another writer created it, and it is never overwritten")
             self._values[key] = value
+            self._written[key] = time.time()
 
 
 class _MemorySink:

@@ -6,6 +6,7 @@ of torch for each rank (seconds): let one job make many checks.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import signal
@@ -16,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,9 @@ import torch.distributed
 from syckpt.dist import topology
 
 __all__ = ["RankResult", "run_ranks"]
+
+_STACKS = signal.SIGUSR2
+_STACKS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def run_ranks(
     """Call `function(rank, *args)` of a Python file in every rank of a new job, and return how the ranks ended, in their order.
 
     Arguments and results are JSON. The default process group is there during the call. Ranks that have not ended after `timeout_s` are
-    killed (SIGKILL), also stopped ones.
+    killed (SIGKILL), also stopped ones; before, each adds to its output what its threads are doing.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     deadline = time.monotonic() + timeout_s
@@ -89,12 +94,24 @@ def run_ranks(
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
+                    _ask_for_stacks([each for each in ranks if each.poll() is None])
                     break
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
         return [_result(folder, rank, process.returncode) for rank, process in enumerate(ranks)]
+
+
+def _ask_for_stacks(hanging: list[subprocess.Popen[bytes]]) -> None:
+    """Let ranks that hang write their stacks, as far as they can."""
+    for process in hanging:
+        process.send_signal(_STACKS)
+        process.send_signal(signal.SIGCONT)  # one that is stopped would only take it when it goes on
+    deadline = time.monotonic() + _STACKS_S
+    for process in hanging:
+        with suppress(subprocess.TimeoutExpired):  # it does not end by it
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _result(folder: Path, rank: int, exit_status: int) -> RankResult:
@@ -110,6 +127,7 @@ def _function_of(source: Path, name: str) -> Callable[..., Any]:
         raise ValueError(f"{source} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[source.stem] = module  # dataclasses look their module up
+    sys.path.insert(0, str(source.parent.absolute()))  # its neighbours, as if it were run itself
     spec.loader.exec_module(module)
     function: Callable[..., Any] = getattr(module, name)
     return function
@@ -117,6 +135,7 @@ def _function_of(source: Path, name: str) -> Callable[..., Any]:
 
 def _run(source: str, function: str, args: str, target: str) -> None:
     """Be a rank. The result is renamed into place, since a rank may be killed at any moment."""
+    faulthandler.register(_STACKS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     torch.distributed.init_process_group("gloo")
     told: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Barrier
+from time import time
 
 import pytest
 
@@ -114,6 +115,24 @@ class StoreSuite:
 
         with ThreadPoolExecutor(THREADS) as pool:
             assert all(pool.map(read, range(1000)))
+
+    def test_a_flat_listing_stops_at_directories(self, store: Store) -> None:
+        for key in ("a/b/c", "a/d", "a.e", "f"):
+            store.create(key, b"1")
+        assert store.list(deep=False) == ["a.e", "f"]
+        assert store.list("a", deep=False) == store.list("a/", deep=False) == ["a/d"]
+        assert store.list("a") == ["a/b/c", "a/d"]
+        assert store.list("none", deep=False) == []
+
+    def test_a_key_knows_when_it_was_written(self, store: Store) -> None:
+        before = time()
+        store.create("a/b", b"12")
+        store.replace("c", b"3")
+        for key in ("a/b", "c"):
+            written = store.modified_s(key)
+            assert written is not None
+            assert before - 60 < written < time() + 60  # file systems round, and servers have clocks of their own
+        assert (store.modified_s("a"), store.modified_s("d"), store.modified_s("a/b/c")) == (None, None, None)
 
     def test_size_of_an_absent_key_is_none(self, store: Store) -> None:
         store.create("a/b", b"12")

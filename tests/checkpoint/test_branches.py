@@ -191,6 +191,9 @@ def test_auto_resume_can_be_switched_off(tmp_path):
     with CheckpointManager(tmp_path, auto_resume=False) as ckpt:
         ckpt.x = 9
         assert (ckpt.x, ckpt.step, ckpt.resumed) == (9, 0, None)
+        ckpt.step_up()
+    # A state of its own, on the branch all the same.
+    assert [(c.step, len(c.parents)) for c in CheckpointManager(tmp_path).log()] == [(1, 1), (1, 0)]
 
 
 # -- revisions -------------------------------------------------------------------------------------------------------------------

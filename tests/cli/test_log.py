@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from syckpt.cli import graph, main
-from syckpt.objects.commit import Commit
+from syckpt.cli import main
 from syckpt.testing.repositories import MIDNIGHT_NS, commit_id, make_repository
 
 STATS = {"written_bytes": 12_300_000, "ratio": 1.5234}
@@ -191,49 +190,3 @@ def test_a_branch_at_an_older_commit_needs_no_lane(tmp_path: Path) -> None:
     assert run(tmp_path, "--graph", "--all", "--oneline").stdout == (
         "* 00000000-00000002  step 20  (HEAD -> main)\n* 00000000-00000001  step 10  (still)\n"
     )
-
-
-def drawn(*parents: int | None) -> list[str]:
-    """Draw commits 1, 2, ... with these parents, all by the newest, and name each by its number."""
-    commits = [_commit(number, parent) for number, parent in enumerate(parents, 1)]
-    lines = []
-    for row in graph.draw(graph.order(commits, by_branch=True)):
-        lines += [*row.above, f"{row.own} {row.commit.step}", *row.below]
-    return lines
-
-
-def _commit(number: int, parent: int | None) -> Commit:
-    fields: dict[str, Any] = dict.fromkeys(Commit.__dataclass_fields__)
-    parents = () if parent is None else (commit_id(parent),)
-    return Commit(**{**fields, "id": commit_id(number), "parents": parents, "created_ns": number, "step": number})
-
-
-def test_a_lane_crosses_those_between() -> None:
-    assert drawn(None, 1, 2, 1, 2, 1) == ["* 6", "| * 5", "| | * 4", "|_|/", "|/|", "| | * 3", "| |/", "| * 2", "|/", "* 1"]
-
-
-def test_lanes_to_the_right_of_a_join_move_left() -> None:
-    rows = graph.draw([_commit(6, 1), _commit(5, 3), _commit(4, 2), _commit(3, 1), _commit(2, 1)])
-    assert [(row.own, row.below) for row in rows] == [
-        ("*", ()),
-        ("| *", ()),
-        ("| | *", ()),
-        ("| * |", ("|/ /",)),
-        ("| *", ("|/",)),
-    ]
-
-
-def test_three_branches_of_one_commit_join_one_by_one() -> None:
-    assert drawn(None, 1, 1, 1) == ["* 4", "| * 3", "|/", "| * 2", "|/", "* 1"]
-
-
-def test_a_history_that_begins_below_another_is_set_apart() -> None:
-    assert drawn(None, None) == ["* 2", "", "* 1"]
-    assert drawn(None, None, None, 1, 1) == ["* 5", "| * 4", "|/", "* 1", "", "* 3", "", "* 2"]
-
-
-def test_the_first_commit_of_a_history_ends_its_lane() -> None:
-    rows = list(graph.draw([_commit(4, 2), _commit(3, None), _commit(2, None)]))
-    assert [(row.above, row.own, row.below) for row in rows] == [((), "*", ()), ((), "| *", ()), ((), "*", ())]
-    rows = list(graph.draw([_commit(4, 1), _commit(3, 2), _commit(1, None), _commit(2, None)]))
-    assert [(row.own, row.below) for row in rows] == [("*", ()), ("| *", ()), ("* |", (" /",)), ("*", ())]

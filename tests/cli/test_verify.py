@@ -75,7 +75,18 @@ def test_commits_that_do_not_need_the_damaged_bytes_are_fine(damaged: Path) -> N
 def test_json_of_a_whole_repository(root: Path) -> None:
     document = json.loads(run(root, "--json").stdout)
     assert document.pop("seconds") >= 0
-    assert document == {"ok": True, "errors": [], "commits": 3, "tensors": 4, "nbytes": 53_152, "damaged": []}
+    assert document == {
+        "ok": True,
+        "errors": [],
+        "findings": {},
+        "commits": 3,
+        "tensors": 4,
+        "nbytes": 53_152,
+        "damaged": [],
+        "marked": [],
+        "cleared": [],
+        "resumed": 0,
+    }
 
 
 def test_json_of_a_damaged_repository(damaged: Path) -> None:
@@ -91,6 +102,27 @@ def test_a_damaged_commit_record_is_found(root: Path) -> None:
     result = run(root)
     assert result.exit_code == 5
     assert f"objects/{commit_id(1)}.json: " in result.stdout
+
+
+def test_damage_is_marked_and_unmarked_unless_told_not_to(damaged: Path) -> None:
+    mark = damaged / f".syckpt/objects/{commit_id(2)}.damaged"
+    assert (run(damaged, "--no-mark").exit_code, mark.exists()) == (5, False)
+    assert (run(damaged).exit_code, mark.exists()) == (5, True)
+    flip(damaged / ".syckpt" / BLOB, -1)
+    result = run(damaged, "--quick")
+    assert (result.exit_code, mark.exists()) == (5, True)
+    assert result.stdout.startswith(f"objects/{commit_id(2)}.damaged: marks the commit as damaged")
+    result = run(damaged)
+    assert (result.exit_code, mark.exists()) == (0, False)
+    assert result.stdout.startswith(f"{commit_id(2)}: whole again; its mark `damaged` is removed\n")
+
+
+def test_a_file_to_resume_from_is_for_a_full_check(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    assert run(root, "--resume", str(file)).exit_code == 0
+    assert not file.exists()
+    assert run(root, "--quick", "--resume", str(file)).exit_code == 2
+    assert run(root, "HEAD", "--resume", str(file)).exit_code == 2
 
 
 def test_an_empty_repository_is_whole(tmp_path: Path) -> None:

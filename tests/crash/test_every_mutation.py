@@ -205,7 +205,8 @@ def test_a_new_writer_survives_an_error_at_a_mutation_that_only_its_first_save_m
     commits = dict(base.commits)
     with manager(scene.spec) as ckpt:
         failed = save_through_an_error(ckpt, scene, commits, 2)
-    assert failed == (number in {15, 16, 24, 25, *range(52, 60)})
+    # An EIO of `mkdir` (52, 58) passes: it is tried again.
+    assert failed == (number in {15, 16, 24, 25, *range(52, 60)} - {52, 58})
     if leftovers(scene.root):  # of a commit that is visible: the next opening of the branch completes it
         assert not failed
         with manager(scene.root) as after:

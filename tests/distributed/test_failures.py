@@ -20,9 +20,10 @@ from syckpt.testing.ranks import run_ranks
 from syckpt.testing.scenes import leftovers, same
 
 RANKS = Path(__file__).parent / "failure_ranks.py"
-HANG_S = 300
-# Two seconds of grace come to the deadline of 3, and what a loaded machine needs.
-BOUND_S = 45.0
+INTERRUPTED = Path(__file__).parent / "interrupted_ranks.py"
+HANG_S = 400
+# Two seconds of grace come to the deadline of 3, and what a loaded machine needs: only a call that hangs takes longer.
+BOUND_S = 60.0
 
 LATE = "rank(s) 1 did not arrive at 'save()' (step 0) within 3 s"
 
@@ -34,38 +35,37 @@ def state(step: int) -> dict[str, Any]:
 
 
 class Played:
-    """What a job of two ranks met, scenario by scenario."""
+    """What a job of two ranks met, scenario by scenario; one that went wrong is its own tests' failure alone."""
 
-    def __init__(self, directory: Path, scenarios: list[str]) -> None:
+    def __init__(self, directory: Path, *args: Any, source: Path = RANKS, function: str = "play") -> None:
         self.directory = directory
-        played = run_ranks(
-            RANKS,
-            "play",
+        self.results = run_ranks(
+            source,
+            function,
             str(directory),
-            scenarios,
+            *args,
             world_size=2,
             timeout_s=HANG_S,
             environment={"TORCHELASTIC_RUN_ID": "job"},
         )
-        for result in played:
-            if scenarios[-1] != "a_killed_trainer":
-                assert result.value == scenarios
-        if scenarios[-1] == "a_killed_trainer":
-            assert [result.exit_status for result in played] == [0, -9]
-            assert played[0].value == scenarios
 
     def root(self, scenario: str) -> Path:
         return self.directory / scenario / "run"
 
     def met(self, scenario: str, *, ranks: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
         """Return what each rank met. No call took longer than it may, and none failed that should not."""
-        found = [json.loads((self.directory / scenario / f"{rank}.json").read_text()) for rank in ranks]
+        found = [self._met_by(rank, scenario) for rank in ranks]
         for each in found:
-            assert each.get("scenario") is None
+            assert each.get("scenario", "did not end") is None, (each, [result.output for result in self.results])
             for call, value in each.items():
                 if call.endswith("seconds") and not call.startswith("scenario"):
                     assert value < BOUND_S, (scenario, call)
         return found
+
+    def _met_by(self, rank: int, scenario: str) -> dict[str, Any]:
+        path = self.directory / scenario / f"{rank}.json"
+        met: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return met
 
     def errors(self, scenario: str, call: str) -> list[tuple[str, str]]:
         return [(found[call][0], found[call][1]) for found in self.met(scenario)]
@@ -113,6 +113,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Played:
         [
             "saved_under_if_rank_0",
             "a_slow_rank",
+            "what_a_save_costs",
             "at_another_step",
             "with_other_keys",
             "with_another_layout",
@@ -158,6 +159,22 @@ class TestCalls:
 
     def test_a_rank_that_is_slow_but_comes_in_time_is_waited_for(self, calls: Played) -> None:
         calls.assert_only("a_slow_rank", {"base": 0, "next": 1})
+
+    def test_a_save_costs_two_rounds_over_the_rendezvous_store_and_no_collective_of_any_thread(self, calls: Played) -> None:
+        first, second = calls.met("what_a_save_costs")
+        for each in (first, second):
+            assert each["agreements"] == 1
+            assert each["collectives"] == [[], 0]
+        # Round one: rank 1 brings, rank 0 reads. Round two: rank 0 decides, rank 1 reads. The rest tells who is where, and tidies up.
+        assert [request for request in first["requests"] if request[0] != "delete_key"] == [
+            ["set", "leader"],
+            ["multi_get", "1"],
+            ["compare_set", "verdict"],
+        ]
+        others = [request for request in second["requests"] if request != ["multi_get", "leader"]]
+        assert others == [["set", "1"], ["multi_get", "verdict"], ["delete_key", "1"]]
+        assert [request for request in first["requests"] if request[0] == "delete_key"] == [["delete_key", "verdict"]]
+        calls.assert_only("what_a_save_costs", {"base": 0, "next": 1})
 
     def test_ranks_at_different_steps_do_not_save(self, calls: Played) -> None:
         for kind, said in calls.errors("at_another_step", "save"):
@@ -237,6 +254,7 @@ class TestCalls:
 
     def test_the_writer_of_a_killed_trainer_completes_its_part_and_the_others_are_told_at_the_next_save(self, calls: Played) -> None:
         (found,) = calls.met("a_killed_trainer", ranks=(0,))
+        assert [result.exit_status for result in calls.results] == [0, -9], calls.results
         assert found["save"][0] == "RankTimeout"
         assert found["save"][1].startswith(LATE)
         assert_holds(calls.root("a_killed_trainer"), {found["first"]: 1})
@@ -297,6 +315,123 @@ class TestWriters:
                 assert "rank(s) 0" in said or "was taken by" in said
         found = writers.met(scenario)[0]
         assert_holds(writers.root(scenario), {found["base"]: 0, found["newcomer"]: 9})
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Writers and trainers that are stopped in the middle of a save, and go on in time, too late, or when a newer incarnation has begun."""
+    return Played(tmp_path_factory.mktemp("stopped"), source=INTERRUPTED, function="stop")
+
+
+# Where a writer is stopped past the deadline: what each rank hears of that save, and whether it is there in the end.
+UNDECIDED = "CoordinationError"
+STOPS = {
+    "rank 0 before its intent": (UNDECIDED, "RankTimeout", False),
+    "rank 0 before its bytes": (UNDECIDED, UNDECIDED, False),
+    # In the act of publishing: it looks no more whether the other one still waits.
+    "rank 0 before the commit": (UNDECIDED, UNDECIDED, True),
+    "rank 0 before the ref record": (UNDECIDED, UNDECIDED, True),
+    "rank 0 before its verdict": (UNDECIDED, "", True),
+    "rank 1 before its bytes": ("RankTimeout", UNDECIDED, False),
+    "rank 1 before its receipt": ("RankTimeout", UNDECIDED, False),
+    "rank 1 before it knows the verdict": ("", UNDECIDED, True),
+}
+
+
+def assert_named(met: Any, kind: str, victim: int) -> None:
+    assert met[0] == kind, met
+    assert f"rank(s) {victim}" in met[1], met
+
+
+@pytest.mark.xdist_group("stopped")
+class TestStopped:
+    @pytest.mark.parametrize("point", STOPS)
+    def test_a_writer_that_is_stopped_in_a_save_goes_on_is_named_or_is_fenced(self, stopped: Played, point: str) -> None:
+        found = stopped.met(point)
+        victim, (*kinds, visible) = int(point[5]), STOPS[point]
+        saves = {found[0][call]: step for step, call in enumerate(("base", "second", "in time"))}
+        assert [each["in time"] for each in found] == [found[0]["in time"]] * 2
+
+        for each, kind in zip(found, kinds, strict=True):
+            if kind:
+                assert_named(each["too late"], kind, victim)
+        tip = found[0]["tip"]
+        assert found[1]["tip"] == tip
+        if visible:
+            saves[str(found[0]["became"])] = 3
+            assert tip in (found[0]["became"], found[0]["in time"])
+        else:
+            assert tip == found[0]["in time"]
+            for each in found:
+                assert_named(each["became"], "RankTimeout", victim)
+
+        # What failed is raised once, on both; then the job goes on.
+        attempts = [[each[f"attempt {number}"] for each in found] for number in range(3)]
+        if not isinstance(attempts[0][0], str):
+            for met in attempts.pop(0):
+                assert_named(met, "RankTimeout", victim)
+        for first, second in attempts:
+            assert first == second
+            saves[str(first)] = 4
+
+        published = point in ("rank 0 before its verdict", "rank 1 before it knows the verdict")
+        if published:
+            assert [each["fenced"] for each in found] == [found[0]["id"]] * 2
+            saves[found[0]["id"]] = 5
+        else:
+            first, second = (each["fenced"] for each in found)
+            assert first[0] == "ConflictError", first
+            assert second[0] in ("ConflictError", "RankFailure"), second
+            assert_named(second, second[0], 0)
+        for each in found:
+            assert each["fenced tip"] == list(saves)[-1]
+            for call in ("heard", "again"):
+                assert each[call][0] == "ConflictError", each[call]
+                assert "of run a newer one" in each[call][1]
+        assert_holds(stopped.root(point), saves)
+        assert_clean_after_the_next_manager(stopped.root(point))
+
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_a_trainer_that_is_stopped_in_a_save_goes_on_is_named_or_is_fenced(self, stopped: Played, victim: int) -> None:
+        scenario = f"the trainer of rank {victim}, in time"
+        stopped.assert_only(scenario, {"base": 0, "save": 1, "heard": 2, "next": 2})
+
+        scenario = f"the trainer of rank {victim}, too late"
+        for call in ("save", "heard"):
+            for met in stopped.errors(scenario, call):
+                assert_named(met, "RankTimeout", victim)
+        assert stopped.met(scenario)[1 - victim]["tip"] == stopped.met(scenario)[0]["base"]
+        stopped.assert_only(scenario, {"base": 0, "next": 2})
+        assert_clean_after_the_next_manager(stopped.root(scenario))
+
+        scenario = f"the trainer of rank {victim}, fenced"
+        for call in ("save", "heard", "next"):
+            for kind, said in stopped.errors(scenario, call):
+                assert kind in (("ConflictError", "RankFailure") if call == "save" else ("ConflictError",)), said
+                assert "rank(s) 0" in said
+        stopped.assert_only(scenario, {"base": 0})
+        assert_clean_after_the_next_manager(stopped.root(scenario))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_trainer_loses_no_save_that_its_writer_completes_and_leaves_no_half_of_others(tmp_path: Path, victim: int) -> None:
+    played = Played(tmp_path, victim, source=INTERRUPTED, function="kill_trainer")
+    assert [result.exit_status for result in played.results] == ([-9, 0] if victim == 0 else [0, -9]), played.results
+    points = [point for point in STOPS if point.startswith(f"rank {victim}")]
+    for scenario in [*(point + fate for point in points for fate in (", which goes on", ", which dies")), "before the hand-over"]:
+        (found,) = played.met(scenario, ranks=(1 - victim,))
+        saves = {found[call]: step for step, call in enumerate(("base", "second")) if call in found}
+        if scenario.endswith("goes on") or "verdict" in scenario:
+            assert found["save"] == found["id"], scenario
+            saves[found["id"]] = 2
+        else:
+            assert_named(found["save"], found["save"][0], victim)
+            assert found["save"][0] in ("RankTimeout", UNDECIDED), scenario
+        assert_named(found["next"], "RankTimeout", victim)
+        assert found["tip"] == list(saves)[-1]
+        assert_holds(played.root(scenario), saves)
+        if not scenario.endswith("goes on"):
+            assert_clean_after_the_next_manager(played.root(scenario))
 
 
 def assert_survives_a_sweep(directory: Path, *, action: str, victim: int, every: int) -> None:

@@ -166,6 +166,35 @@ def test_no_junk_in_any_field_raises_anything_but_a_syckpt_error(field, value, n
         pass
 
 
+LAYOUTS = {"model": ["model_{rank}.pt", "torch", {}], "weights": ["a/b.safetensors", "safetensors", {"metadata": {"k": "v"}}]}
+
+
+def test_layouts_are_kept_and_a_manifest_without_any_does_not_mention_them():
+    body = canonical.loads(canonical.dumps(Manifest(0, 1, (), {}, None, layouts=LAYOUTS).to_body()))
+    assert body["layouts"] == LAYOUTS
+    assert Manifest.from_body(body, where="m").layouts == LAYOUTS
+    assert "layouts" not in Manifest(0, 1, (), {}, None).to_body()
+    assert Manifest.from_body(body_with(), where="m").layouts == {}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        [],
+        ["x.pt", "torch"],
+        ["x.pt", "torch", []],
+        [3, "torch", {}],
+        ["/etc/x", "torch", {}],
+        ["../x", "torch", {}],
+        ["a\x1bb", "torch", {}],
+    ],
+)
+def test_a_malformed_layout_is_an_integrity_error(layout):
+    with pytest.raises(IntegrityError, match="'layouts' is not one of items to"):
+        Manifest.from_body(body_with(layouts={"model": layout}), where="m")
+
+
 def test_many_tensors_are_read_quickly():
     made = tuple(Entry(("model", f"layer.{i}.weight"), "float32", (1024, 1024), None, i.to_bytes(32, "big")) for i in range(10_000))
     body = canonical.loads(canonical.dumps(Manifest(0, 1, made, {}, None).to_body()))

@@ -162,7 +162,7 @@ def test_classes_decode_as_plain_values() -> None:
     assert same(carried(Config(0.5, [1])), {"lr": 0.5, "layers": [1]})
     assert same(carried(Slotted(7)), {"x": 7})
     assert same(carried([Color.RED, Level.LOW, Word.YES, Right.READ | Right.WRITE]), [1, 3, "yes", 3])
-    assert same(carried(pathlib.PurePosixPath("a")), pathlib.Path("a"))
+    assert same(carried(pathlib.PurePosixPath("a")), pathlib.PurePosixPath("a"))
     assert carried(defaultdict(list, a=[1])).default_factory is None
 
 
@@ -306,6 +306,35 @@ def test_the_hook_is_asked_with_paths_and_its_kinds_come_back() -> None:
     assert nodes.decode(node, leaf=lambda kind, payload: f"{kind}{payload}")[3] == "tensor2"
     assert nodes.decode(node)["a"] == [nodes.Opaque("tensor", 0), 1]
     assert repr(nodes.decode({"dtype": "float32"})) == "<dtype float32>"
+
+
+def test_what_would_be_refused_is_offered_to_the_other_hook_with_its_path() -> None:
+    asked: list[Any] = []
+
+    def otherwise(value: Any, path: nodes.KeyPath) -> Any:
+        asked.append((type(value).__name__, path))
+        return {"encoded": ["mine", len(asked)]}
+
+    class Text(str):
+        pass
+
+    value = {"a": [object(), 1], "b": Text("x"), "c": (2.5, None)}
+    node = nodes.encode(value, otherwise=otherwise, path=("item",))
+    assert node == {
+        "dict": [["a", {"list": [{"encoded": ["mine", 1]}, 1]}], ["b", {"encoded": ["mine", 2]}], ["c", {"tuple": [2.5, None]}]]
+    }
+    assert asked == [("object", ("item", "a", 0)), ("Text", ("item", "b"))]
+    assert nodes.decode(node)["b"] == nodes.Opaque("encoded", ["mine", 2])
+    with pytest.raises(StateError, match="cannot be carried"):
+        nodes.encode(value, otherwise=lambda value, path: None)
+    with pytest.raises(StateError, match="cannot be a key"):
+        nodes.encode({object(): 1}, otherwise=otherwise)
+
+
+@pytest.mark.parametrize("payload", [3, ["mine"], ["mine", -1], [3, 3], ["mine", True]])
+def test_a_malformed_encoded_node_is_an_integrity_error(payload: Any) -> None:
+    with pytest.raises(IntegrityError):
+        nodes.decode({"encoded": payload})
 
 
 @pytest.mark.parametrize("hold", [lambda x: {x}, lambda x: {x: 1}, lambda x: {(1, x): 1}, lambda x: slice(x)])

@@ -9,7 +9,7 @@ import pytest
 
 from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import canonical
-from syckpt.repo import documents, history
+from syckpt.repo import branches, documents, history
 from syckpt.repo.verify import verify
 
 
@@ -106,6 +106,70 @@ def test_a_head_of_a_branch_without_records_is_an_error_while_others_have_some(d
     desk.open()
     with pytest.raises(IntegrityError, match="'gone', which has no records, while main have some"):
         desk.repository.head_branch()
+
+
+def test_a_reflog_tells_every_record_and_counts_moves(desk):
+    desk.open()
+    first, second = desk.save(), desk.save()
+    desk.open()
+    third = desk.save(parent=first)
+    records = history.reflog(desk.repository, "main")
+    assert [(r.number, r.reason, r.commit, r.generation) for r in records] == [
+        (5, "reset", third.id, 2),
+        (4, "open", second.id, 2),
+        (3, "save", second.id, 1),
+        (2, "save", first.id, 1),
+        (1, "open", None, 1),
+    ]
+    assert [r.number for r in records if history.is_move(r)] == [5, 3, 2]
+    assert [history.resolve(desk.repository, f"main@{{{n}}}").id for n in range(3)] == [third.id, second.id, first.id]
+    branches.create(desk.repository, "wide", first, run="me")
+    branches.delete(desk.repository, "wide", run="me")
+    assert [r.reason for r in history.reflog(desk.repository, "wide")] == ["delete", "create"]
+    with pytest.raises(NotFoundError, match=r"wide@.* was deleted"):
+        history.resolve(desk.repository, "wide@{0}")
+    with pytest.raises(NotFoundError, match="moved only 2 times"):
+        history.resolve(desk.repository, "wide@{2}")
+    for name in ("nothing", "a b"):
+        with pytest.raises(NotFoundError, match=f"no branch '{name}' in .*; branches: main"):
+            history.reflog(desk.repository, name)
+
+
+def test_a_damaged_record_of_a_reflog_is_an_error_or_left_out_and_told(desk):
+    desk.open()
+    desk.save()
+    key = desk.repository.refs.key("heads/main", 1)
+    desk.store.replace(key, desk.store.get(key)[:-9])
+    with pytest.raises(IntegrityError, match=key):
+        history.reflog(desk.repository, "main")
+    problems = []
+    assert [r.number for r in history.reflog(desk.repository, "main", problems=problems)] == [2]
+    assert [key in str(problem) for problem in problems] == [True]
+
+
+def test_a_name_of_a_dropped_commit_means_it_until_another_takes_it(desk):
+    desk.open()
+    first = desk.save(name="good")
+    desk.repository.mark(first.id, "dropped", why="test")
+    assert history.resolve(desk.repository, "good").dropped
+    second = desk.save(name="good")
+    assert history.resolve(desk.repository, "good").id == second.id
+
+
+def test_everything_that_refs_lead_to_is_reached_once_and_damage_ends_one_line_only(desk, make_desk):
+    desk.open()
+    first, second = desk.save(), desk.save()
+    other = make_desk(desk.store, repository_id="other")
+    other.open("wide", start=first)
+    third = other.save()
+    tips = {second.id: second.seal, third.id: None, first.id: first.seal}
+    assert history.reachable(desk.repository, tips).keys() == {first.id, second.id, third.id}
+    desk.store.delete(f"objects/{third.id}.json")
+    with pytest.raises(IntegrityError, match=f"objects/{third.id}.json: missing, though a ref names it"):
+        history.reachable(desk.repository, tips)
+    problems = []
+    assert history.reachable(desk.repository, tips, problems=problems).keys() == {first.id, second.id}
+    assert len(problems) == 1
 
 
 def test_a_healthy_repository_verifies_and_a_quick_look_reads_no_tensors(desk):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from syckpt.errors import IntegrityError, StateError, SyckptError
+from syckpt.errors import IntegrityError, StateError, StoreError, SyckptError
 from syckpt.objects.locations import Locations
 from syckpt.repo import documents, packing
 from syckpt.repo.reader import Reader
@@ -380,3 +380,32 @@ def test_a_damaged_base_does_not_keep_later_saves_from_being_made(make_desk):
         commit = second.save(state)
         assert second.load(commit) == {"moving": state["moving"].tobytes()}
     assert rows_of(second, commit).rows[0].base is not None
+
+
+# -- room ------------------------------------------------------------------------------------------------------------------------
+
+
+class Small(MemoryStore):
+    """A store that says how much is free."""
+
+    free: int | None = None
+
+    def free_nbytes(self) -> int | None:
+        return self.free
+
+
+def test_a_save_that_may_not_fit_is_refused_before_it_writes_a_blob(make_desk):
+    store = Small()
+    desk = make_desk(store)
+    desk.open()
+    first = desk.save({"x": noise(1000, 1)})
+    store.free = 4000
+    with pytest.raises(StoreError, match=r"4000 bytes are free on its file system, and this save may take up to 4\d\d\d: free space"):
+        desk.save({"x": noise(1000, 2)})
+    assert store.list("intents/") == []
+    assert [key for key in store.list("objects/") if first.id not in key] == []
+    # What is stored already needs no room.
+    assert desk.save({"x": noise(1000, 1)}).parents == (first.id,)
+    store.free = 10_000
+    second = desk.save({"x": noise(1000, 2)})
+    assert desk.load(second) == {"x": noise(1000, 2).tobytes()}

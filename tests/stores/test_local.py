@@ -164,6 +164,48 @@ def test_a_full_disk_is_named_with_its_free_bytes(store: LocalStore, tmp_path: P
         store.create("key", b"content")
 
 
+def failing(operation: str, code: int, times: int) -> Callable[[str, str], None]:
+    left = [times]
+
+    def before_mutation(found: str, key: str) -> None:
+        if found == operation and left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code))
+
+    return before_mutation
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT])
+@pytest.mark.parametrize("operation", ["mkdir", "open", "write", "link", "unlink"])
+def test_an_error_that_passes_is_waited_for(store: LocalStore, tmp_path: Path, operation: str, code: int) -> None:
+    store.before_mutation = failing(operation, code, 3)
+    store.create("objects/x/key", b"content")
+    assert store.get("objects/x/key") == b"content"
+    assert list((tmp_path / ".syckpt/staging").iterdir()) == []
+    store.before_mutation = failing("unlink", code, 3)
+    store.delete("objects/x/key")
+    assert store.list() == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "code"), [("write", errno.ENOSPC), ("fsync", errno.EIO), ("fsync-dir", errno.EIO), ("write", errno.EBADF)]
+)
+def test_an_error_that_does_not_pass_or_must_not_be_tried_again_is_final(store: LocalStore, operation: str, code: int) -> None:
+    store.create("objects/x/first", b"")
+    store.before_mutation = failing(operation, code, 1)
+    with pytest.raises(StoreError):
+        store.create("objects/x/key", b"content")
+    assert store.list() == ["objects/x/first"]
+    store.create("objects/x/key", b"content")
+
+
+def test_an_error_that_stays_is_raised_within_a_second(store: LocalStore) -> None:
+    store.before_mutation = failing("write", errno.EIO, 4)
+    with pytest.raises(StoreError, match="Input/output error"):
+        store.create("key", b"content")
+    assert store.list() == []
+
+
 def test_a_file_system_without_hard_links_is_named(store: LocalStore) -> None:
     store.before_mutation = fail_at("link", errno.EPERM)
     with pytest.raises(StoreError, match="has no hard links"):

@@ -1,4 +1,4 @@
-"""Branches drawn beside commits, as `git log --graph` does: pure, from commits to lines.
+"""Branches drawn beside commits, as `git log --graph` does: from commits to rows (pure), and a repository's whole history as text.
 
 A lane is a column in which a line leads down to a commit that is still to come. Only first parents are drawn: no writer makes merges.
 """
@@ -9,12 +9,14 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from syckpt.objects.commit import Commit
+from syckpt.objects.commit import Commit
+from syckpt.objects.text import printable
+from syckpt.repo import history
+from syckpt.repo.labels import Labels
+from syckpt.repo.repository import Repository
 
-__all__ = ["Row", "draw", "order"]
+__all__ = ["Row", "draw", "order", "tree"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,30 @@ def order(commits: Iterable[Commit], *, by_branch: bool) -> list[Commit]:
         else:
             insort(ready, parent, key=_created)
     return found
+
+
+def tree(repository: Repository, *, head: str | None = None) -> str:
+    """Return all that branches and tags lead to, a line a commit: graph, id, step, metric, marks, names, message.
+
+    `head` is the branch to call HEAD (default: the one that the file HEAD names). Raises: IntegrityError.
+    """
+    labels = Labels(repository, head=head)
+    if labels.problems:
+        raise labels.problems[0]
+    rows = list(draw(order(history.reachable(repository, labels.tips).values(), by_branch=True)))
+    lanes = max((len(row.own) for row in rows), default=0)
+    lines: list[str] = []
+    for row in rows:
+        lines += [*row.above, f"{row.own:<{lanes}} {_line(row.commit, labels)}", *row.below]
+    return "\n".join(lines)
+
+
+def _line(commit: Commit, labels: Labels) -> str:
+    facts = [commit.id[:17], f"step {commit.step}"]
+    facts += [f"metric {commit.metric:.6g}"] if commit.metric is not None else []
+    facts += [f"[{mark}]" for mark in commit.marks]
+    facts += filter(None, (labels.text(commit), printable(commit.message.partition("\n")[0])))
+    return "  ".join(facts)
 
 
 def _created(commit: Commit) -> int:

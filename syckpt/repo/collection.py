@@ -1,0 +1,147 @@
+"""Collection (gc): what nothing leads to goes (FORMAT.md, section 13).
+
+Mark and sweep. Roots are all refs, every record of the last two weeks, and saves under way, looked at again between mark and sweep. Only
+keys of the forms that syckpt writes are touched; what no record names goes when it is older than a day: no clock decides about anything
+that was published. Safe beside savers and other collectors; cut off anywhere, the next run completes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from syckpt.errors import IntegrityError
+from syckpt.objects.commit import Commit
+from syckpt.objects.refs import Intent
+from syckpt.repo.owner import is_dead
+from syckpt.repo.repacking import Sweep, plan_sweeps, run_sweeps
+from syckpt.repo.repository import Repository
+from syckpt.repo.survey import Sight, Survey, drop, read_intents
+from syckpt.repo.transaction import settle
+
+__all__ = ["GRACE_S", "REFLOG_S", "Collection", "collect"]
+
+REFLOG_S = 14 * 86400.0
+"""How long a record protects the commit that it names, and the one that the ref left then."""
+GRACE_S = 86400.0
+"""How old a file has to be that nothing accounts for."""
+_log = logging.getLogger("syckpt")
+_OBJECT = re.compile(
+    r"(?:objects|signatures)/([0-9a-f]{8}-[0-9a-f]{16})"
+    r"(?:\.json|\.damaged|\.dropped|\.preempted|\.[0-9a-f]{16}\.json"
+    r"|/r\d{5}(?:\.manifest|\.locations\.\d{4}|(?:\.\d{4}-[0-9a-f]{8})?\.safetensors))"
+)
+_RECEIPT = re.compile(r"receipts/[^/]+/([0-9a-f]{8}-[0-9a-f]{16})/(?:r\d{5}|verdict)\.json")
+_HELLO = re.compile(r"hello/[^/]+\.json")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What a collection found, and, unless `dry_run`, did.
+
+    `unreachable` commits are dropped: their records stay. `cut_off`: saves whose writer is gone; those that were published are completed,
+    the others removed. `strays`: keys, with sizes, of saves that nothing accounts for. `sweeps`: what goes of dropped commits; `skipped`:
+    those that had to be left, and why. `staged`: unfinished files of processes that are gone; counted only when they are removed.
+    """
+
+    dry_run: bool
+    unreachable: tuple[Commit, ...]
+    cut_off: tuple[str, ...]
+    strays: tuple[tuple[str, int], ...]
+    sweeps: tuple[Sweep, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    staged: int = 0
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Stored bytes that go, less those that are written anew."""
+        return sum(size for _, size in self.strays) + sum(found.freed_nbytes for found in self.sweeps)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Stored bytes that are copied into new blobs."""
+        return sum(found.moved_nbytes for found in self.sweeps)
+
+
+def collect(
+    repository: Repository,
+    *,
+    dry_run: bool = False,
+    now_s: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Collection:
+    """Remove what nothing leads to; with `dry_run`, only say what that is. `now_s`: the time, in seconds since the Unix epoch.
+
+    `progress(done, total)` counts dropped commits.
+    Raises: IntegrityError when what leads where cannot be read: then nothing is removed; StoreError.
+    """
+    now_s = time.time() if now_s is None else now_s
+    survey = Survey(repository)
+    store = repository.store
+    # In this order: whatever a running save publishes or gives up in between is found in one of the later places.
+    keys = [*store.list("objects/"), *store.list("signatures/"), *store.list("receipts/"), *store.list("hello/")]
+    intents = list(read_intents(repository))
+    sight = survey.look()
+    cut_off = [intent for intent in intents if _is_cut_off(intent, sight)]
+    removed = {intent.commit for intent in cut_off} - sight.recorded
+    known = sight.recorded | {intent.commit for intent in intents}
+    strays = [key for key in keys if _is_stray(key, known) and now_s - (store.modified_s(key) or now_s) > GRACE_S]
+    strays += [key for key in keys if (match := _OBJECT.fullmatch(key)) and match[1] in removed]
+    reached = _reached(survey, sight, now_s=now_s)
+    unreachable = tuple(survey.commit(commit) for commit in sorted(sight.recorded - reached) if not survey.is_dropped(commit))
+    lost = [commit.id for commit in unreachable]
+    sized = tuple((key, store.size(key) or 0) for key in strays)
+    ended = tuple(intent.commit for intent in cut_off)
+    # Also when it is to be done: what needs which bytes is known to be readable before anything goes.
+    sweeps = plan_sweeps(survey, dropping=lost, now_s=now_s)
+    if dry_run:
+        return Collection(True, unreachable, ended, sized, sweeps)
+    for intent in cut_off:
+        settle(repository, intent)
+    for key in strays:
+        store.delete(key)
+    why = "gc: for two weeks nothing but old records has led to it"
+    gone = set(drop(survey, lost, why=why, protected=lambda now: _reached(survey, now, now_s=now_s)))
+    done, skipped = run_sweeps(repository, plan_sweeps(survey, now_s=now_s), progress=progress)
+    staged = store.collect_staging()
+    return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), ended, sized, done, skipped, staged)
+
+
+def _is_cut_off(intent: Intent, sight: Sight) -> bool:
+    """Whether nobody can go on with a save: its writer is dead, or a newer generation has taken the branch."""
+    newest = max((record.generation for record in sight.records if record.ref == f"heads/{intent.branch}"), default=0)
+    return is_dead(intent.owner) is True or newest > intent.generation
+
+
+def _is_stray(key: str, known: Iterable[str]) -> bool:
+    """Whether a key belongs to a save of which there is no intent, and never was a record; or was to show who sees the directory."""
+    match = _OBJECT.fullmatch(key) or _RECEIPT.fullmatch(key)
+    return match[1] not in known if match else _HELLO.fullmatch(key) is not None
+
+
+def _reached(survey: Survey, sight: Sight, *, now_s: float) -> set[str]:
+    """Return the commits that refs, records of the last two weeks and saves under way lead to. Raises: IntegrityError."""
+    # The name of a dropped commit is free again: it leads nowhere.
+    todo = [ref.commit for ref in sight.refs.values() if ref.kind != "names" or not survey.is_dropped(ref.commit or "")]
+    todo += sight.used
+    for record in sight.records:
+        if now_s - record.time_ns / 1e9 <= REFLOG_S:
+            todo += [record.commit, record.previous]
+    todo += [intent.commit for intent in sight.intents if intent.commit in sight.recorded]
+    reached: set[str] = set()
+    while todo:
+        commit = todo.pop()
+        if commit is not None and commit not in reached:
+            reached.add(commit)
+            todo += _parents(survey, commit)
+    return reached
+
+
+def _parents(survey: Survey, commit: str) -> tuple[str, ...]:
+    try:
+        return survey.commit(commit).parents
+    except IntegrityError as exc:
+        raise IntegrityError(f"{exc}; what it leads to cannot be told from what nothing leads to, so nothing is removed") from exc

@@ -1,0 +1,290 @@
+"""Surveys: which commits refs, intents and commits lead to, and which rows those need (FORMAT.md, section 13).
+
+Ref records, commits and the locations of commits that are kept never change: a survey that looks again reads only what is new. Whatever
+cannot be read is an error: nothing may be removed by someone who has not seen what may need it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError
+from syckpt.objects import ids
+from syckpt.objects.commit import Commit
+from syckpt.objects.locations import Locations, Source
+from syckpt.objects.refs import Intent, Owner, RefRecord
+from syckpt.repo import documents
+from syckpt.repo.owner import is_dead, this_process
+from syckpt.repo.repository import Repository
+
+__all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop", "mark_key", "numbers_in", "read_intents"]
+
+SETTLED_AFTER_S = 3600.0
+"""A mark younger than this may be taken back by whoever made it; others leave that commit's bytes alone."""
+_SECOND_THOUGHTS_S = 60.0
+_RECORD = re.compile(r"logs/refs/([a-z]+)/([^/]+)/(\d{12})\.json")
+_COPY = re.compile(r"refs/(heads)/([^/]+)")
+
+Rows = dict[Source, int]
+"""Rows by whose they are: bit n stands for row n."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An existing ref: its records since it was last deleted, oldest first."""
+
+    name: str
+    records: tuple[RefRecord, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def short(self) -> str:
+        """The name without its class."""
+        return self.name.partition("/")[2]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that the ref names now."""
+        return self.records[-1].commit
+
+    @property
+    def fork(self) -> str | None:
+        """The commit at which a branch was forked from another."""
+        return self.records[0].commit if self.kind == "heads" and self.records[0].reason == "create" else None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one look showed. `intents` are those whose owner is not known to be dead; `ever` names every ref that has records."""
+
+    refs: Mapping[str, Ref]
+    ever: frozenset[str]
+    records: tuple[RefRecord, ...]
+    intents: tuple[Intent, ...]
+
+    @property
+    def recorded(self) -> frozenset[str]:
+        """Every commit that any record names: they were published."""
+        return frozenset(record.commit for record in self.records if record.commit is not None)
+
+    @property
+    def continued(self) -> frozenset[str]:
+        """The commits that a save may be under way behind: tips, and what intents name."""
+        tips = {ref.commit for ref in self.refs.values() if ref.kind == "heads" and ref.commit is not None}
+        return frozenset(tips | self.used)
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The commits that saves under way may point into."""
+        return frozenset(commit for intent in self.intents for commit in intent.uses)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The rows that a commit needs, bases of its own rows among them; and those that only a save behind it may take as bases."""
+
+    rows: Rows
+    bases: Rows
+
+
+class Survey:
+    """Looks at a repository again and again. Not thread-safe."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self._records: dict[str, dict[int, RefRecord]] = defaultdict(dict)
+        self._commits: dict[str, Commit] = {}
+        self._needs: dict[str, Needs] = {}
+        self._settled: set[str] = set()
+        self._tables: dict[Source, tuple[str, Locations]] = {}
+
+    # -- refs and intents --------------------------------------------------------------------------------------------
+
+    def look(self) -> Sight:
+        """Read what is new. Raises: IntegrityError when any record or intent is damaged or lost."""
+        # Intents first: a save that is published in between is found in the records.
+        intents = tuple(intent for intent in read_intents(self.repository) if is_dead(intent.owner) is not True)
+        store, refs = self.repository.store, self.repository.refs
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for match in filter(None, map(_RECORD.fullmatch, store.list("logs/"))):
+            numbers[f"{match[1]}/{ids.name_of_component(match[2])}"].append(int(match[3]))
+        for match in filter(None, map(_COPY.fullmatch, store.list("refs/"))):
+            refs.head(f"{match[1]}/{ids.name_of_component(match[2])}")  # raises when a record was lost that the copy names
+        found: dict[str, Ref] = {}
+        for name, present in numbers.items():
+            if present != list(range(1, len(present) + 1)):
+                refs.numbers(name)
+                raise IntegrityError(f"{refs.key(name, 1)}: missing, while later records of {name} exist: a record was lost")
+            known = self._records[name]
+            for number in present[len(known) :]:
+                known[number] = refs.read(name, number)
+            records = [known[number] for number in present]
+            since = max((index for index, record in enumerate(records) if record.deleted), default=-1) + 1
+            if records[since:]:
+                found[name] = Ref(name, tuple(records[since:]))
+        everything = tuple(record for name in numbers for record in self._records[name].values())
+        return Sight(found, frozenset(numbers), everything, intents)
+
+    # -- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(self, commit: str) -> Commit:
+        """Return a commit, with its `dropped` mark as it is now. Raises: IntegrityError."""
+        if commit not in self._commits:
+            try:
+                self._commits[commit] = self.repository.read_commit(commit)
+            except NotFoundError:
+                raise IntegrityError(f"objects/{commit}.json: missing, though a record names it; run `syckpt verify`") from None
+        found = self._commits[commit]
+        marks = set(found.marks) - {"dropped"}
+        return found.marked(marks | ({"dropped"} if self.is_dropped(commit) else set()))
+
+    def is_dropped(self, commit: str) -> bool:
+        """Whether a commit is marked as dropped."""
+        return commit in self._settled or self.repository.store.size(mark_key(commit)) is not None
+
+    def is_settled(self, commit: str, *, now_s: float | None = None) -> bool:
+        """Whether a commit is dropped for good: marked by this survey's owner, by a process that is dead, or more than an hour ago."""
+        if commit not in self._settled:
+            marked_s = self.repository.store.modified_s(mark_key(commit))
+            if marked_s is None:
+                return False
+            if (time.time() if now_s is None else now_s) - marked_s < SETTLED_AFTER_S and not self._marker_is_dead(commit):
+                return False
+            self.settle(commit)
+        return True
+
+    def _marker_is_dead(self, commit: str) -> bool:
+        key = mark_key(commit)
+        try:
+            body, _ = documents.read(self.repository.store, key, kind="mark")
+        except NotFoundError:
+            return False  # Taken back.
+        return "owner" in body and is_dead(Owner.from_body(body["owner"], where=key)) is True
+
+    def settle(self, commit: str) -> None:
+        """Take a commit for dropped from here on."""
+        self._settled.add(commit)
+        self._needs.pop(commit, None)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def needs(self, commit: str) -> Needs | None:
+        """Return what a commit needs; None for one that is being dropped, and whose locations are gone. Raises: IntegrityError."""
+        if commit not in self._needs:
+            rows: Rows = defaultdict(int)
+            bases: Rows = defaultdict(int)
+            try:
+                for rank, _ in self.commit(commit).manifests:
+                    _add_needs(self.repository.read_locations(commit, rank), rows, bases)
+            except IntegrityError:
+                if self.is_dropped(commit):
+                    return None
+                raise
+            self._needs[commit] = Needs(dict(rows), dict(bases))
+        return self._needs[commit]
+
+    def needed(self, kept: Iterable[str], *, continued: Iterable[str]) -> Rows:
+        """Return the rows that commits need; of those in `continued` also what a save behind them may take as bases."""
+        total: Rows = defaultdict(int)
+        whole = set(kept)
+        goes_on = set(continued)
+        for commit in whole:
+            needs = self.needs(commit)
+            if needs is None:
+                continue
+            for source, rows in needs.rows.items():
+                total[source] |= rows
+            for source, rows in needs.bases.items() if commit in goes_on else ():
+                total[source] |= rows
+        for source in [source for source in total if source[0] not in whole]:
+            table = self.table(source)
+            for row in () if table is None else (table.rows[number] for number in numbers_in(total[source]) if number < len(table.rows)):
+                if table is not None and row is not None and row.base is not None:
+                    total[table.source(row.base[0])] |= 1 << row.base[1]
+        return dict(total)
+
+    def table(self, source: Source) -> Locations | None:
+        """Return the newest locations of a dropped commit; None where there are none any more. Raises: IntegrityError."""
+        commit, rank = source
+        prefix = f"objects/{commit}/r{rank:05d}.locations."
+        while key := max((key for key in self.repository.store.list(f"objects/{commit}/") if key.startswith(prefix)), default=None):
+            known = self._tables.get(source)
+            if known is not None and known[0] == key:
+                return known[1]
+            try:
+                body, _ = documents.read(self.repository.store, key, kind="locations")
+            except NotFoundError:
+                continue  # Somebody else replaced or removed it in between.
+            self._tables[source] = (key, Locations.from_body(body, where=key))
+        self._tables.pop(source, None)
+        return None
+
+
+def read_intents(repository: Repository) -> Iterator[Intent]:
+    """Yield the intents, whoever's they are. Raises: IntegrityError."""
+    for key in repository.store.list("intents/"):
+        try:
+            body, _ = documents.read(repository.store, key, kind="intent")
+        except NotFoundError:
+            continue
+        except IntegrityError as exc:
+            raise IntegrityError(f"{exc}; nobody knows what its save needs: delete {key} when no save is running") from exc
+        yield Intent.from_body(body, where=key)
+
+
+def mark_key(commit: str) -> str:
+    """Return the key of the mark that says that a commit is dropped."""
+    return f"objects/{commit}.dropped"
+
+
+def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callable[[Sight], Iterable[str]]) -> list[str]:
+    """Mark commits as dropped, look again, and take back the marks of those that are `protected` by then; return the others.
+
+    Nothing of them is deleted yet. Whoever makes a record or an intent looks for the mark afterwards, so one of the two sees the other.
+    """
+    store = survey.repository.store
+    began_s = time.monotonic()
+    made = []
+    for commit in commits:
+        try:
+            documents.write(store, mark_key(commit), {"kind": "mark", "version": 1, "why": why, "owner": asdict(this_process())})
+        except ConflictError:
+            continue  # Somebody else is dropping it.
+        made.append(commit)
+    if not made:
+        return []
+    spared = set(protected(survey.look()))
+    dropped = []
+    for commit in made:
+        # Late, another sweeper may have begun on it.
+        if commit in spared and time.monotonic() - began_s < _SECOND_THOUGHTS_S:
+            store.delete(mark_key(commit))
+        else:
+            survey.settle(commit)
+            dropped.append(commit)
+    return dropped
+
+
+def numbers_in(rows: int) -> Iterator[int]:
+    """Yield the numbers of the rows in a set, ascending."""
+    while rows:
+        lowest = rows & -rows
+        yield lowest.bit_length() - 1
+        rows ^= lowest
+
+
+def _add_needs(locations: Locations, rows: Rows, bases: Rows) -> None:
+    for index, row in locations.at:
+        rows[locations.source(index)] |= 1 << row
+    for own in locations.rows:
+        if own is not None and own.base is not None:
+            rows[locations.source(own.base[0])] |= 1 << own.base[1]
+    for index, row in locations.bases:
+        bases[locations.source(index)] |= 1 << row

@@ -1,0 +1,138 @@
+"""`syckpt retain`, `gc`, `repack` and `du`: what they print, and that a dry run only prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from syckpt.cli import main
+from syckpt.repo.repository import Repository
+from syckpt.repo.verify import verify
+from syckpt.stores.base import parse_root
+from syckpt.testing.repositories import MIDNIGHT_NS, commit_id, make_repository
+
+
+def run(root: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["-C", str(root), *arguments])
+
+
+def document(root: Path, *arguments: str) -> Any:
+    return json.loads(run(root, *arguments, "--json").stdout, parse_constant=pytest.fail)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_repository(tmp_path, commits=[{"metric": 2.0}, {"metric": 1.0}, {}, {}, {}], branches={"wide": (3, 1)}, keyframe_every=2)
+    return tmp_path
+
+
+def test_a_dry_run_names_what_stays_and_why_and_what_would_go(root: Path) -> None:
+    before = files(root)
+    result = run(root, "retain", "--last", "1", "--dry-run")
+    assert files(root) == before
+    assert (result.exit_code, result.stderr) == (0, "")
+    *lines, summary = result.stdout.splitlines()
+    assert lines == [
+        "keep  00000000-00000002  step 20  best",
+        "keep  00000000-00000003  step 30  fork point of wide",
+        "keep  00000000-00000005  step 50  tip, last 1",
+        "drop  00000000-00000001  step 10",
+        "drop  00000000-00000004  step 40",
+    ]
+    assert summary.startswith("would drop 2 commits of main, keeping 3: would free ")
+
+
+def test_retain_drops_and_the_log_shows_it(root: Path) -> None:
+    report = document(root, "retain", "main", "--last", "1", "--maximize")
+    assert [(kept["id"], kept["reasons"]) for kept in report["kept"]] == [
+        (commit_id(1), ["best"]),
+        (commit_id(3), ["fork point of wide"]),
+        (commit_id(5), ["tip", "last 1"]),
+    ]
+    assert [dropped["id"] for dropped in report["dropped"]] == [commit_id(2), commit_id(4)]
+    assert [commit["dropped"] for commit in document(root, "log")] == [False, True, False, True, False]
+    assert verify(Repository.open(parse_root(root))).errors == []
+    assert run(root, "ls", commit_id(2)).exit_code == 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["--last", "0"], ["--every", "soon"], ["--last", "x"]], ids=" ".join)
+def test_a_rule_without_sense_is_a_wrong_call(root: Path, arguments: list[str]) -> None:
+    assert run(root, "retain", *arguments).exit_code == 2
+
+
+def test_an_unknown_branch_is_not_found(root: Path) -> None:
+    assert run(root, "retain", "nope", "--last", "1").exit_code == 3
+
+
+def test_gc_of_a_clean_repository_frees_nothing(root: Path) -> None:
+    before = files(root)
+    assert run(root, "gc").stdout == "freed 0 B\n"
+    assert files(root) == before
+
+
+def test_gc_removes_what_a_late_rank_left_behind(root: Path) -> None:
+    stray = root / ".syckpt/objects" / commit_id(99) / "r00001.manifest"
+    stray.parent.mkdir()
+    stray.write_bytes(b"12345")
+    assert run(root, "gc", "--dry-run").stdout == "would free 0 B\n"
+    long_ago = time.time() - 3 * 86400
+    os.utime(stray, (long_ago, long_ago))
+    key = f"objects/{commit_id(99)}/r00001.manifest"
+    assert run(root, "gc", "--dry-run").stdout == f"{key}  5 B\nwould free 5 B\n"
+    assert stray.exists()
+    assert document(root, "gc")["strays"] == [{"key": key, "nbytes": 5}]
+    assert not stray.parent.exists()
+
+
+def test_repack_leaves_no_dead_byte(root: Path) -> None:
+    run(root, "retain", "--last", "1")
+    assert document(root, "repack", "--dry-run")["sweeps"] == []
+    hour_ago = time.time() - 3700
+    for mark in (root / ".syckpt/objects").glob("*.dropped"):
+        os.utime(mark, (hour_ago, hour_ago))
+    report = document(root, "repack", "--all")
+    assert report["skipped"] == []
+    assert document(root, "repack", "--all", "--dry-run")["sweeps"] == []
+    assert verify(Repository.open(parse_root(root))).errors == []
+
+
+def test_du_shows_commits_items_and_tensors(root: Path) -> None:
+    lines = run(root, "du").stdout.splitlines()
+    assert lines[0].split() == ["only", "here", "shared", "documents", "commit"]
+    assert len(lines) == 8
+    assert lines[1].endswith("00000000-00000001  step 10")
+    assert lines[-1].endswith("; `syckpt gc` would free 0 B")
+    usage = document(root, "du")
+    assert [found["id"] for found in usage["commits"]] == [commit_id(n) for n in range(1, 7)]
+    assert usage["total_nbytes"] == sum(map(len, files(root).values()))
+    (item,) = document(root, "du", "HEAD")
+    assert (item["item"], item["tensors"], item["nbytes"]) == ("model", 2, 20_384)
+    tensors = document(root, "du", "HEAD", "--tensors")
+    assert [tensor["path"] for tensor in tensors] == ["model/weight", "model/frozen"]
+    assert tensors[1]["exclusive_nbytes"] == 0
+    assert "model/frozen  float32" in run(root, "du", "HEAD", "--tensors").stdout
+    assert run(root, "du", "--tensors").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["retain", "gc", "repack", "du"])
+def test_the_help_shows_examples_and_what_json_holds(command: str, root: Path) -> None:
+    text = run(root, command, "--help").stdout
+    assert f"Examples:\n    syckpt {command}" in text
+    assert "JSON" in text
+
+
+def test_the_scene_is_older_than_any_window_and_nothing_of_it_goes(root: Path) -> None:
+    assert time.time_ns() - MIDNIGHT_NS > 0
+    for path in root.rglob("*"):
+        os.utime(path, (0, 0))
+    assert document(root, "gc")["freed_nbytes"] == 0

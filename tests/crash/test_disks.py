@@ -1,0 +1,146 @@
+"""Disks that are full, without inodes, read-only, or cut off from power: real file systems, the real trainer and writer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syckpt.testing.injection import CHANGES, Image, Victims, calls_of, no_mounts, no_strace, remount, strace, tmpfs
+
+MOUNTS = no_mounts()
+STRACE = no_strace()
+pytestmark = pytest.mark.slow
+mounts = pytest.mark.skipif(MOUNTS is not None, reason=str(MOUNTS))
+
+OLD, NEW, NEXT = 1, 2, 9
+
+
+@pytest.fixture(scope="module")
+def victims() -> Iterator[Victims]:
+    with Victims(Path(__file__).with_name("victims.py")) as server:
+        yield server
+
+
+def is_id(outcome: Any) -> bool:
+    return isinstance(outcome, str) and re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{16}", outcome) is not None
+
+
+def assert_goes_on(victims: Victims, root: Path, steps: list[int]) -> None:
+    """All commits are there bit for bit, the next run saves, and nothing is left over."""
+    found = victims.run("syckpt", "after", root, step=NEXT)
+    assert [commit["step"] for commit in found["commits"]] == steps
+    assert all(commit["exact"] for commit in found["commits"])
+    assert is_id(found["saved"])
+    assert found["tip"] == {"step": NEXT, "exact": True}
+    assert (found["errors"], found["leftovers"]) == ([], [])
+
+
+@mounts
+def test_a_disk_of_one_megabyte_fills_up(victims: Victims, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=1m") as disk:
+        root = disk / "run"
+        step = OLD
+        while is_id(outcome := victims.run("syckpt", "save once", root, step=step)):
+            step += 1
+            assert step < 20
+        assert re.match(r"StoreError: .*\.syckpt: \d+ bytes are free on its file system, and this save may take up to \d+", outcome)
+        assert victims.run("syckpt", "load", root) == {"step": step - 1, "exact": True}
+        remount(disk, "size=16m")
+        assert_goes_on(victims, root, list(range(step - 1, 0, -1)))
+
+
+@mounts
+def test_a_disk_that_is_full_when_the_free_bytes_lied(victims: Victims, tmp_path: Path) -> None:
+    # The check of free bytes is passed: what fails is the write itself, in the middle of the blob.
+    root = tmp_path / "run"
+    assert is_id(victims.run("syckpt", "save once", root, step=OLD))
+    outcome = victims.run("syckpt", "save once", root, step=NEW, file_nbytes=100_000)
+    assert outcome.startswith("StoreError: cannot write")
+    assert "File too large" in outcome
+    assert victims.run("syckpt", "load", root) == {"step": OLD, "exact": True}
+    assert_goes_on(victims, root, [OLD])
+
+
+@mounts
+def test_a_disk_without_inodes(victims: Victims, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=64m,nr_inodes=200") as disk:
+        root = disk / "run"
+        assert is_id(victims.run("syckpt", "save once", root, step=OLD))
+        filler = disk / "filler"
+        filler.mkdir()
+        for number in range(1000):
+            try:
+                (filler / str(number)).touch()
+            except OSError:
+                break
+        for _, path in zip(range(6), sorted(filler.iterdir()), strict=False):
+            path.unlink()
+        outcome = victims.run("syckpt", "save once", root, step=NEW)
+        assert not is_id(outcome)
+        assert "StoreError" in outcome
+        assert "No space left on device" in outcome
+        assert victims.run("syckpt", "load", root) == {"step": OLD, "exact": True}
+        shutil.rmtree(filler)
+        assert_goes_on(victims, root, [OLD])
+
+
+@mounts
+def test_a_disk_that_is_read_only(victims: Victims, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=64m") as disk:
+        root = disk / "run"
+        assert is_id(victims.run("syckpt", "save once", root, step=OLD))
+        remount(disk, "ro")
+        outcome = victims.run("syckpt", "save once", root, step=NEW)
+        assert "StoreError" in outcome
+        assert "mounted read-only" in outcome
+        assert victims.run("syckpt", "load", root) == {"step": OLD, "exact": True}
+        assert victims.run("syckpt", "verify", root) == {"errors": [], "damaged": []}
+        remount(disk, "rw")
+        assert_goes_on(victims, root, [OLD])
+
+
+@mounts
+def test_a_loss_of_power_after_a_save_has_returned_loses_nothing(victims: Victims, tmp_path: Path) -> None:
+    image = Image(tmp_path / "disk.img")
+    with image.mounted(tmp_path / "disk") as disk:
+        for step in (OLD, NEW):
+            assert is_id(victims.run("syckpt", "save once", disk / "run", step=step))
+            cut = image.cut_off(tmp_path / f"cut-{step}.img")
+            with cut.mounted(tmp_path / "cut") as found:
+                assert victims.run("syckpt", "load", found / "run") == {"step": step, "exact": True}
+                assert_goes_on(victims, found / "run", list(range(step, 0, -1)))
+
+
+@mounts
+@pytest.mark.skipif(STRACE is not None, reason=str(STRACE))
+def test_a_loss_of_power_before_any_sync_or_name_leaves_the_old_commit_or_the_new_one(victims: Victims, tmp_path: Path) -> None:
+    image = Image(tmp_path / "base.img")
+    with image.mounted(tmp_path / "disk") as disk:
+        assert is_id(victims.run("syckpt", "save once", disk / "run", step=OLD))
+    log = str(tmp_path / "log")
+    traced = image.cut_off(tmp_path / "traced.img")
+    with traced.mounted(tmp_path / "disk") as disk:
+        pid = victims.start("syckpt", "save once", disk / "run", step=NEW)
+        with strace(f"trace={CHANGES}", pid=pid, log=log):
+            assert is_id((victims.go() or {}).get("value"))
+    points = [call for call in calls_of(log) if call.name in ("fsync", "linkat", "renameat", "unlink", "unlinkat")]
+    assert len(points) > 30
+    seen = []
+    for call in points:
+        live = image.cut_off(tmp_path / "live.img")
+        with live.mounted(tmp_path / "disk") as disk:
+            pid = victims.start("syckpt", "save once", disk / "run", step=NEW)
+            with strace(f"inject={call.name}:signal=SIGKILL:when={call.number}", pid=pid):
+                victims.go()
+            cut = live.cut_off(tmp_path / "cut.img")
+        with cut.mounted(tmp_path / "cut") as found:
+            tip = victims.run("syckpt", "load", found / "run")
+            assert tip["exact"], (call, tip)
+            seen.append(tip["step"])
+            assert_goes_on(victims, found / "run", list(range(tip["step"], 0, -1)))
+    assert set(seen) == {OLD, NEW}

@@ -1,0 +1,214 @@
+"""Processes that save and load, to be harmed: a server, run as a script, that forks one for every order it gets on its standard input.
+
+Orders and answers are lines of JSON. `{"do": "start", "system", "action", "directory", ...}` forks a process, which waits, and answers
+`{"pid"}`; `{"do": "go"}` lets it run, and answers `{"status", "result"}`. So a tracer can be attached before anything happens, and torch
+is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import syckpt
+from syckpt import CheckpointManager
+from syckpt.errors import SyckptError
+from syckpt.repo import history
+from syckpt.repo.repository import Repository
+from syckpt.repo.verify import verify
+from syckpt.stores.base import parse_root
+from syckpt.testing.scenes import leftovers, register, same, state_at, stranger
+
+SECONDS = 120
+
+
+BIG = 3_000_000  # elements: so that a blob takes more than one write
+
+
+def plain_state(step: int, *, big: bool = False) -> dict[str, Any]:
+    """Return a state that every system can hold."""
+    net = {name: value for name, value in state_at(step)["net"].items() if name != "tied"}
+    # The others write all of it at each save; some of it is random, so that no write is empty.
+    noise = torch.randn(BIG if big else 60_000, generator=torch.Generator().manual_seed(step))
+    return {"net": {**net, "noise": noise}, "count": step}
+
+
+def which(found: Any) -> dict[str, Any]:
+    """Return which step a state is, and whether exactly."""
+    step = found["count"]
+    return {
+        "step": step,
+        "exact": type(step) is int and 0 <= step < 1000 and same(found, plain_state(step, big=len(found["net"]["noise"]) == BIG)),
+    }
+
+
+# -- syckpt ----------------------------------------------------------------------------------------------------------------
+
+
+def _manager(directory: str, *, big: bool = False) -> CheckpointManager:
+    ckpt = CheckpointManager(directory, rng=False, save_on_exit=False)
+    values = stranger()
+    register(ckpt, {"net": {**values["net"], "noise": torch.zeros(BIG if big else 60_000)}, "count": -1})
+    return ckpt
+
+
+def _save(ckpt: CheckpointManager, step: int, *, big: bool = False) -> str | None:
+    state = state_at(step)["net"]
+    register(ckpt, {"net": {**state, "noise": plain_state(step, big=big)["net"]["noise"]}, "count": step})
+    try:
+        return str(ckpt.save(wait=True))
+    except SyckptError as exc:
+        return f"{type(exc).__name__}: {exc}"
+
+
+def syckpt_save(directory: str, step: int) -> Any:
+    """Save, and once more whatever came of it; return both outcomes."""
+    with _manager(directory) as ckpt:
+        first = _save(ckpt, step)
+        return [first, _save(ckpt, step + 1)]
+
+
+def syckpt_save_once(directory: str, step: int, *, big: bool = False) -> Any:
+    ckpt = _manager(directory, big=big)
+    outcome = _save(ckpt, step, big=big)
+    ckpt.close()
+    return outcome
+
+
+def _exact(found: Any) -> dict[str, Any]:
+    net = {name: value for name, value in found["net"].items() if name != "tied"}
+    return which({"net": net, "count": found["count"]})
+
+
+def syckpt_load(directory: str) -> Any:
+    return _exact(syckpt.load(directory))
+
+
+def syckpt_resume(directory: str, *, big: bool = False) -> Any:
+    """Resume as a script does: past a damaged commit."""
+    with _manager(directory, big=big) as ckpt:
+        return _exact({"net": ckpt.net, "count": ckpt.count})
+
+
+def syckpt_after(directory: str, step: int) -> Any:
+    """Look at everything that is there, then resume and save; return what was found."""
+    repository = Repository.open(parse_root(directory))
+    commits = [_exact(syckpt.load(directory, commit.id)) for commit in history.log(repository)]
+    before = verify(repository).errors
+    with _manager(directory) as ckpt:
+        saved = _save(ckpt, step)
+    after = Repository.open(parse_root(directory))
+    return {
+        "commits": commits,
+        "before": before,
+        "saved": saved,
+        "tip": _exact(syckpt.load(directory)),
+        "errors": verify(after).errors,
+        "leftovers": leftovers(Path(directory)),
+    }
+
+
+def syckpt_verify(directory: str) -> Any:
+    report = verify(Repository.open(parse_root(directory)), mark=True)
+    return {"errors": report.errors, "damaged": report.damaged}
+
+
+# -- the others, as their documentation shows them -------------------------------------------------------------------------
+
+
+def torch_save(directory: str, step: int) -> Any:
+    torch.save(plain_state(step), Path(directory, "checkpoint.pt"))
+
+
+def torch_load(directory: str) -> Any:
+    return which(torch.load(Path(directory, "checkpoint.pt"), weights_only=True))
+
+
+def renamed_save(directory: str, step: int) -> Any:
+    torch.save(plain_state(step), Path(directory, "checkpoint.tmp"))
+    os.replace(Path(directory, "checkpoint.tmp"), Path(directory, "checkpoint.pt"))
+
+
+def dcp_save(directory: str, step: int) -> Any:
+    dcp.save(plain_state(step), checkpoint_id=Path(directory, f"step_{step:04d}"), no_dist=True)
+
+
+def dcp_load(directory: str) -> Any:
+    newest = max(path for path in Path(directory).iterdir() if path.name.startswith("step_"))
+    state = plain_state(0)
+    dcp.load(state, checkpoint_id=newest, no_dist=True)
+    return which(state)
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "syckpt save": syckpt_save,
+    "syckpt save once": syckpt_save_once,
+    "syckpt load": syckpt_load,
+    "syckpt resume": syckpt_resume,
+    "syckpt after": syckpt_after,
+    "syckpt verify": syckpt_verify,
+    "torch.save save once": torch_save,
+    "torch.save load": torch_load,
+    "torch.save and rename save once": renamed_save,
+    "torch.save and rename load": torch_load,
+    "DCP save once": dcp_save,
+    "DCP load": dcp_load,
+}
+
+
+def _child(order: dict[str, Any], gate: int, answer: int) -> None:
+    os.read(gate, 1)
+    limit = order.pop("file_nbytes", None)
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    action = ACTIONS[f"{order.pop('system')} {order.pop('action')}"]
+    try:
+        result = {"value": action(**order)}
+    except Exception as exc:  # noqa: BLE001 - the others raise whatever they like; all of it is an answer
+        result = {"error": f"{type(exc).__name__}: {exc}"[:500]}
+    os.write(answer, json.dumps(result).encode())
+
+
+def main() -> None:
+    # In the others' writers, too: a warning is no answer.
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    gate = answer = child = 0
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.pop("do") == "start":
+            (inner_gate, gate), (answer, inner_answer) = os.pipe(), os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(gate)
+                try:
+                    _child(order, inner_gate, inner_answer)
+                finally:
+                    os._exit(0)
+            os.close(inner_gate)
+            os.close(inner_answer)
+            print(json.dumps({"pid": child}), flush=True)
+            continue
+        os.write(gate, b"x")
+        _, status = os.waitpid(child, 0)
+        os.set_blocking(answer, False)
+        try:
+            text = os.read(answer, 1 << 20)  # less than a pipe holds
+        except BlockingIOError:
+            text = b""
+        os.close(gate)
+        os.close(answer)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(status), "result": json.loads(text) if text else None}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""Verification: what it finds, which commits it says are hit, marks, and going on after an interruption."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syckpt.errors import StateError
+from syckpt.objects.refs import Intent, Lease, Owner
+from syckpt.repo import documents
+from syckpt.repo.packing import Staged
+from syckpt.repo.reader import Reader
+from syckpt.repo.repository import Repository
+from syckpt.repo.verify import VerifyReport, verify
+from syckpt.stores.base import parse_root
+from syckpt.stores.memory import MemoryStore
+from syckpt.testing.repositories import commit_id, make_repository
+
+MIB = 1 << 20
+FROZEN = np.arange(3 * MIB // 4, dtype=np.float32)
+NOBODY = Owner("nowhere", "", "", 1, 1)
+
+
+def blob(number: int) -> str:
+    return f"objects/{commit_id(number)}/r00000.safetensors"
+
+
+def flip(root: Path, key: str, offset: int) -> None:
+    path = root / ".syckpt" / key
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_repository(tmp_path, commits=4, branches={"wide": (2, 1)}, compression="none")
+    return tmp_path
+
+
+def opened(root: Path) -> Repository:
+    return Repository.open(parse_root(root))
+
+
+def frozen_offset(root: Path) -> int:
+    """Return where the frozen tensor begins in the first blob: every commit points to it."""
+    repository = opened(root)
+    snapshot = Reader(repository).snapshot(repository.read_commit(commit_id(1)))
+    return next(place.row.offset for _, entry, place in snapshot.stored() if entry.path == ("model", "frozen"))
+
+
+def test_a_whole_repository_has_no_findings(root: Path) -> None:
+    report = verify(opened(root))
+    assert report
+    assert (report.findings, report.damaged, report.commits, report.tensors, report.nbytes) == ({}, [], 5, 6, 5 * 16384 + 4000)
+
+
+def test_a_damaged_shared_row_hits_every_commit_that_points_to_it(root: Path) -> None:
+    flip(root, blob(1), frozen_offset(root) + 5)
+    report = verify(opened(root))
+    (text,) = report.findings
+    assert text == f"{blob(1)}: tensor model/frozen, block 0: its bytes are not those that were saved; run `syckpt verify`"
+    assert sorted(report.findings[text]) == sorted(report.damaged) == [commit_id(n) for n in range(1, 6)]
+    assert report.errors[0].startswith(f"{text}; hits commits {commit_id(1)}, ")
+
+
+def test_a_row_of_one_commit_hits_that_commit_alone(root: Path) -> None:
+    flip(root, blob(3), -1)
+    report = verify(opened(root))
+    assert list(report.findings.values()) == [[commit_id(3)]]
+    assert report.damaged == [commit_id(3)]
+
+
+@pytest.mark.parametrize("compression", ["none", "fast"])
+def test_every_damaged_block_is_named(make_desk: Callable[..., Any], compression: str) -> None:
+    desk = make_desk(compression=compression)
+    desk.open()
+    noise = np.random.default_rng(1).integers(0, 255, 4 * MIB, dtype=np.uint8)
+    commit = desk.save({"big": noise, "small": np.zeros(3, np.uint8)})
+    key = f"objects/{commit.id}/r00000.safetensors"
+    place = next(p for _, entry, p in Reader(desk.repository).snapshot(commit).stored() if entry.path == ("model", "big"))
+    data = bytearray(desk.store.get(key))
+    for index in (1, 3):
+        offset, length = place.block_range(index)
+        data[offset + length // 2] ^= 64
+    desk.store.replace(key, data)
+    report = verify(desk.repository)
+    blocks = sorted(text.partition("block ")[2][0] for text in report.findings)
+    assert blocks == ["1", "3"]
+    assert all(text.startswith(key) for text in report.findings)
+
+
+def swap(root: Path, one: str, other: str) -> None:
+    a, b = root / ".syckpt" / one, root / ".syckpt" / other
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damaged"),
+    [
+        ("objects/{}/r00000.safetensors", [2, 3]),
+        ("objects/{}/r00000.manifest", [2, 3]),
+        ("objects/{}/r00000.locations.0001", [2, 3]),
+        ("objects/{}.json", [2, 3]),
+    ],
+)
+def test_swapped_files_are_found(root: Path, pattern: str, damaged: list[int]) -> None:
+    swap(root, pattern.format(commit_id(2)), pattern.format(commit_id(3)))
+    report = verify(opened(root))
+    assert sorted(report.damaged) == [commit_id(n) for n in damaged]
+    for n in damaged:
+        assert any(error.startswith(pattern.format(commit_id(n))) for error in report.errors)
+
+
+def test_swapped_records_are_found(root: Path) -> None:
+    keys = [f"logs/refs/heads/main/{number:012d}.json" for number in (2, 3)]
+    swap(root, *keys)
+    errors = verify(opened(root)).errors
+    assert all(any(error.startswith(key) for error in errors) for key in keys)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_cut_or_lost_blob_hits_every_commit_that_needs_it(root: Path, quick: bool) -> None:
+    path = root / ".syckpt" / blob(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    report = verify(opened(root), quick=quick)
+    size = path.stat().st_size
+    assert report.findings[f"{blob(1)}: {size} bytes, expected {size + 1} bytes"] != []
+    assert len(report.damaged) == 5
+    path.unlink()
+    report = verify(opened(root), quick=quick)
+    assert sorted(report.findings[f"{blob(1)}: missing, expected {size + 1} bytes"]) == [commit_id(n) for n in range(1, 6)]
+
+
+def test_a_damaged_header_is_a_finding_but_the_commit_is_whole(root: Path) -> None:
+    flip(root, blob(2), 20)
+    report = verify(opened(root), mark=True)
+    assert not report.ok
+    assert (report.damaged, report.marked) == ([], [])
+    assert report.errors[0].startswith(f"{blob(2)}: its header")
+
+
+# -- marks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_commits_are_marked_and_the_mark_goes_once_they_are_whole(root: Path) -> None:
+    flip(root, blob(3), -1)
+    report = verify(opened(root), mark=True)
+    assert report.marked == [commit_id(3)]
+    assert opened(root).read_commit(commit_id(3)).damaged
+    again = verify(opened(root), mark=True)
+    assert (again.damaged, again.marked, again.cleared) == ([commit_id(3)], [], [])
+
+    flip(root, blob(3), -1)
+    for quick in (True, False):
+        (error,) = verify(opened(root), quick=quick).errors
+        assert error.startswith(f"objects/{commit_id(3)}.damaged: marks the commit as damaged ({blob(3)}: ")
+    assert opened(root).read_commit(commit_id(3)).damaged
+    assert verify(opened(root), quick=True, mark=True).cleared == []
+    report = verify(opened(root), commit_id(3), mark=True)
+    assert (report.ok, report.cleared) == (True, [commit_id(3)])
+    assert not opened(root).read_commit(commit_id(3)).damaged
+    assert verify(opened(root), quick=True)
+
+
+def test_without_mark_nothing_is_written(root: Path) -> None:
+    flip(root, blob(3), -1)
+    before = opened(root).store.list()
+    assert not verify(opened(root))
+    assert not verify(opened(root), quick=True, mark=True) or opened(root).store.list() == before
+    assert opened(root).store.list() == before
+
+
+def test_a_commit_whose_record_cannot_be_read_is_marked_too(root: Path) -> None:
+    flip(root, f"objects/{commit_id(4)}.json", 30)
+    report = verify(opened(root), mark=True)
+    assert report.marked == [commit_id(4)]
+    assert opened(root).marks(commit_id(4)) == {"damaged"}
+
+
+# -- going on --------------------------------------------------------------------------------------------------------------
+
+
+class Interruption(BaseException):
+    pass
+
+
+def interrupted_after(count: int) -> Callable[[int, int, int], None]:
+    def progress(done: int, total: int, nbytes: int) -> None:
+        if done >= count:
+            raise Interruption
+
+    return progress
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syckpt.repo.verify._MAX_WAITING", 1)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_an_interrupted_run_goes_on_where_it_was(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    with pytest.raises(Interruption):
+        verify(opened(root), resume=file, progress=interrupted_after(3))
+    report = verify(opened(root), resume=file)
+    assert report.ok
+    assert (report.resumed, report.commits, report.tensors, report.nbytes) == (3, 5, 2, 2 * 16384)
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_damage_is_found_again_after_an_interruption(root: Path, tmp_path: Path) -> None:
+    flip(root, blob(1), frozen_offset(root))
+    file = tmp_path / "progress"
+    with pytest.raises(Interruption):
+        verify(opened(root), resume=file, progress=interrupted_after(3))
+    assert len(verify(opened(root), resume=file).damaged) == 5
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_bytes_that_moved_since_the_interruption_are_read_again(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    with pytest.raises(Interruption):
+        verify(opened(root), resume=file, progress=interrupted_after(4))
+    # A repack: the same rows, in another blob.
+    repository, key = opened(root), f"objects/{commit_id(3)}/moved.safetensors"
+    repository.store.create(key, repository.store.get(blob(3)))
+    body = repository.read_locations(commit_id(3), 0).to_body()
+    body["revision"], body["blobs"][0][0] = 2, key
+    documents.write(repository.store, f"objects/{commit_id(3)}/r00000.locations.0002", body)
+    flip(root, key, -1)
+    report = verify(opened(root), resume=file)
+    assert (report.resumed, report.damaged) == (3, [commit_id(3)])
+
+
+def test_a_file_of_something_else_is_refused(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    file.write_text("my thesis")
+    with pytest.raises(StateError, match="is not a file that `verify` wrote"):
+        verify(opened(root), resume=file)
+    assert file.read_text() == "my thesis"
+    file.unlink()
+    with pytest.raises(Interruption):
+        verify(opened(root), resume=file, progress=interrupted_after(1))
+    make_repository(tmp_path / "other", commits=1)
+    with pytest.raises(StateError, match="is of another repository"):
+        verify(opened(tmp_path / "other"), resume=file)
+
+
+# -- beside others ---------------------------------------------------------------------------------------------------------
+
+
+class Moving(MemoryStore):
+    """A store in which something happens before a key is read for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[str, Callable[[], None]] = {}
+
+    def readinto(self, key: str, buffer: Any, *, offset: int = 0) -> None:
+        if key in self.before:
+            self.before.pop(key)()
+        super().readinto(key, buffer, offset=offset)
+
+
+def test_a_commit_that_retention_drops_meanwhile_is_no_finding(make_desk: Callable[..., Any]) -> None:
+    store = Moving()
+    desk = make_desk(store)
+    desk.open()
+    commits = [desk.save({"x": np.full(100, float(n), np.float32)}) for n in range(2)]
+    key = f"objects/{commits[0].id}/r00000.safetensors"
+
+    def drop() -> None:
+        desk.repository.mark(commits[0].id, "dropped", why="retention")
+        store.delete(key)
+
+    store.before[key] = drop
+    # The later one needs nothing of it: the values differ in every element, and are few.
+    report = verify(desk.repository)
+    assert commits[0].id not in report.damaged
+
+
+def test_bytes_that_repack_moves_meanwhile_are_read_at_their_new_place(make_desk: Callable[..., Any]) -> None:
+    store = Moving()
+    desk = make_desk(store)
+    desk.open()
+    commit = desk.save({"x": FROZEN})
+    old, new = f"objects/{commit.id}/r00000.safetensors", f"objects/{commit.id}/moved.safetensors"
+
+    def move() -> None:
+        store.create(new, store.get(old))
+        body = desk.repository.read_locations(commit.id, 0).to_body()
+        body["revision"], body["blobs"][0][0] = 2, new
+        documents.write(store, f"objects/{commit.id}/r00000.locations.0002", body)
+        store.delete(old)
+
+    store.before[old] = move
+    report = verify(desk.repository)
+    assert report.errors == []
+
+
+# -- other documents -------------------------------------------------------------------------------------------------------
+
+
+def errors_with(root: Path, key: str, body: dict[str, Any]) -> list[str]:
+    repository = opened(root)
+    documents.write(repository.store, key, {"version": 1, **body})
+    return verify(repository, quick=True).errors
+
+
+def test_documents_are_about_what_their_names_say(root: Path) -> None:
+    one, other = commit_id(8), commit_id(9)
+    intent = Intent(one, "main", 1, "run", (), NOBODY).to_body()
+    lease = Lease("main", "run", 1, "token", NOBODY, None, 5).to_body()
+    receipt = {"kind": "receipt", "commit": one, "rank": 1, "manifest": None, "stats": {}, "error": None}
+    cases = {
+        f"intents/{other}.json": intent,
+        "leases/wide.json": lease,
+        f"receipts/main/{other}/r00001.json": receipt,
+        f"receipts/main/{one}/r00002.json": receipt,
+        f"receipts/main/{one}/verdict.json": receipt,
+        "receipts/main/stray.json": receipt,
+        "hello/x.json": {"kind": "mark", "why": ""},
+        f"objects/{commit_id(1)}.preempted": {"kind": "mark"},
+    }
+    for number, (key, body) in enumerate(cases.items(), 1):
+        errors = errors_with(root, key, body)
+        assert len(errors) == number, errors
+        assert any(error.startswith(key) for error in errors)
+
+
+def test_documents_of_a_save_under_way_are_fine(root: Path) -> None:
+    one = commit_id(8)
+    repository = opened(root)
+    documents.write(repository.store, f"intents/{one}.json", Intent(one, "feature/x", 1, "run", (), NOBODY).to_body())
+    documents.write(repository.store, "leases/feature%2Fx.json", Lease("feature/x", "run", 1, "t", NOBODY, None, 5).to_body())
+    receipt = {"kind": "receipt", "version": 1, "commit": one, "rank": 1, "manifest": None, "stats": {}, "error": None}
+    documents.write(repository.store, f"receipts/feature%2Fx/{one}/r00001.json", receipt)
+    verdict = {"kind": "verdict", "version": 1, "commit": one, "seal": None, "error": None}
+    documents.write(repository.store, f"receipts/feature%2Fx/{one}/verdict.json", verdict)
+    documents.write(repository.store, "hello/x.json", {"kind": "hello", "version": 1})
+    assert verify(repository).errors == []
+
+
+def test_a_manifest_that_names_an_entry_beyond_its_own_is_found(make_desk: Callable[..., Any]) -> None:
+    desk = make_desk()
+    desk.open()
+    commit, transaction = desk.begin()
+    staged = [Staged(("model", "x"), "uint8", (4,), None, 0)]
+    packed = desk.packer.pack(commit, parent=None, staged=staged, memory=memoryview(b"1234"), items={"model": {"tensor": 7}}, rng=None)
+    made = desk.describe(commit, packed, parent=None)
+    transaction.publish(made, hold=desk.hold, reader=desk.reader, locations=[packed.locations])
+    (error,) = verify(desk.repository, quick=True).errors
+    assert error.startswith(f"objects/{commit}/r00000.manifest: malformed: a node names entry 7 of 1")
+
+
+# -- size ------------------------------------------------------------------------------------------------------------------
+
+
+class Counting(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def get(self, key: str, **options: Any) -> bytes:
+        self.calls += 1
+        return super().get(key, **options)
+
+    def size(self, key: str) -> int | None:
+        self.calls += 1
+        return super().size(key)
+
+
+def test_quick_asks_the_store_a_bounded_number_of_questions_a_commit(make_desk: Callable[..., Any]) -> None:
+    counts = []
+    for commits in (20, 40):
+        store = Counting()
+        desk = make_desk(store)
+        desk.open()
+        for number in range(commits):
+            desk.save({"x": np.full(50, float(number), np.float32)})
+        store.calls = 0
+        assert verify(desk.repository, quick=True)
+        counts.append(store.calls)
+    assert counts[1] - counts[0] <= 20 * 12
+
+
+@pytest.mark.slow
+def test_quick_of_10000_commits_is_quick_and_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # making them is not what is measured
+    repository = make_repository(tmp_path, commits=10_000)
+    started = time.process_time()
+    report = verify(repository, quick=True)
+    assert time.process_time() - started < 10
+    assert (report.ok, report.commits) == (True, 10_000)
+    tracemalloc.start()
+    verify(repository, quick=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 * MIB
+
+
+def test_a_report_is_truthy_when_nothing_is_wrong() -> None:
+    report = VerifyReport()
+    assert (bool(report), report.ok, report.errors) == (True, True, [])
+    report.add("x: lost")
+    assert (bool(report), report.errors) == (False, ["x: lost"])
+
+
+def test_a_revision_that_is_none_raises(root: Path) -> None:
+    with pytest.raises(LookupError):
+        verify(opened(root), "nothing")
