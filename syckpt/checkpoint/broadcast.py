@@ -47,9 +47,13 @@ class _Unit:
 
 
 class Broadcast:
-    """Reads for the ranks of a job together. Making one is collective; so is what `fetcher` returns, and closing is not."""
+    """Reads for the ranks of a job together. Making one is collective; so is what `fetcher` returns, and closing is not.
 
-    def __init__(self, coordinator: Coordinator, *, timeout_s: float) -> None:
+    `topic` is that of the caller's own agreement, in which a rank that fails on its way to a fetch tells the others.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, topic: str, timeout_s: float) -> None:
+        self._topic = topic
         self._coordinator = coordinator
         self._group: Any = None
         self._told: BaseException | None = None
@@ -66,16 +70,15 @@ class Broadcast:
         """Whether an error was raised on all ranks already, so that they need not be told of it."""
         return error is self._told
 
-    def fetcher(self, source: Source, topic: str) -> Callable[[Mapping[int, torch.Tensor | None]], dict[int, torch.Tensor]]:
-        """Return what stands for `source.fetch`: every rank has to call it as often. `topic` is that of the caller's own agreement, in
-        which a rank that fails on its way here tells the others."""
-        return lambda wanted: self._fetch(source, wanted, topic)
+    def fetcher(self, source: Source) -> Callable[[Mapping[int, torch.Tensor | None]], dict[int, torch.Tensor]]:
+        """Return what stands for `source.fetch`: every rank has to call it as often."""
+        return lambda wanted: self._fetch(source, wanted)
 
-    def _fetch(self, source: Source, wanted: Mapping[int, torch.Tensor | None], topic: str) -> dict[int, torch.Tensor]:
+    def _fetch(self, source: Source, wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
         if self._group is None:
             return source.fetch(wanted)
         mine = [number for number, target in wanted.items() if _is_alike(source, number, target)]
-        common: set[int] = set(self._agree(topic, {"wanted": mine}, _common)["common"])
+        common: set[int] = set(self._agree({"wanted": mine}, _common)["common"])
         found: dict[int, torch.Tensor] = {}
         error: BaseException | None = None
         try:
@@ -88,14 +91,14 @@ class Broadcast:
         for shares in _rounds(source, sorted(common), self._coordinator.world_size):
             failed, error = self._round(source, shares, found, error)
             if failed:
-                self._agree(topic, {}, lambda _: {}, error=error)
+                self._agree({}, lambda _: {}, error=error)
         if error is not None:
             raise error
         return found
 
-    def _agree(self, topic: str, mine: dict[str, Any], decide: Any, *, error: BaseException | None = None) -> dict[str, Any]:
+    def _agree(self, mine: dict[str, Any], decide: Any, *, error: BaseException | None = None) -> dict[str, Any]:
         try:
-            return self._coordinator.agree(topic, mine, decide, error=error)
+            return self._coordinator.agree(self._topic, mine, decide, error=error)
         except BaseException as exc:
             self._told = exc
             raise

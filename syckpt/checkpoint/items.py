@@ -22,6 +22,7 @@ from syckpt.reshard.merge import named_parameters, without_parameters
 from syckpt.reshard.resharder import is_custom
 from syckpt.state import optimizer as by_parameter
 from syckpt.state.flatten import is_sharded, refuse_tensor, tie_key
+from syckpt.state.shards import is_flat_shard
 
 __all__ = ["Items"]
 
@@ -45,11 +46,12 @@ def _with_parameters(state: Any, module: torch.nn.Module) -> Any:
     """Return a module's state with the parameters that are trained in place of their detached views: so they can be told from the rest."""
     if not isinstance(state, dict):
         return state
-    live = {tie_key(parameter): parameter for parameter in module.parameters() if parameter.requires_grad and _has_bits(parameter)}
     shown = copy.copy(state)
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and _has_bits(value):
-            shown[key] = live.get(tie_key(value), value)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(name)
+        # A module may show other tensors under these names.
+        if parameter.requires_grad and isinstance(value, torch.Tensor) and _is_same_memory(value, parameter):
+            shown[name] = parameter
     return shown
 
 
@@ -60,14 +62,31 @@ def _template(module: torch.nn.Module) -> Any:
     return {**state, **dict.fromkeys(lazy)} if lazy else state
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that a save can carry; the one that has not is refused there, by its path."""
-    return refuse_tensor(tensor) is None
+def _is_same_memory(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if type(value) is torch.Tensor and type(parameter) is torch.nn.Parameter and value.layout is torch.strided:
+        # What `tie_key` compares, at a third of its cost: this is in the way of every save.
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype) == (
+            parameter.data_ptr(),
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+        )
+    return refuse_tensor(value) is None and refuse_tensor(parameter) is None and tie_key(value) == tie_key(parameter)
 
 
 def _read(source: Source, name: str, live: Any, report: LoadReport | None = None, *, as_saved: bool = False) -> Any:
     """Return an item's value, read into `live`, or (`as_saved`) as new: then `live` shows its types."""
     return read(source, {name: live}, as_saved=as_saved, report=report, done={name: None})[0][name]
+
+
+def _refuse_flat_shards(item: torch.optim.Optimizer) -> None:
+    """What FSDP1's optimizers hold are pieces of flat parameters, which have no meaning on another number of ranks, or apart."""
+    if any(is_flat_shard(parameter) for group in item.param_groups for parameter in group["params"]):
+        raise StateError(
+            f"this {type(item).__name__} updates the flat parameters of an FSDP1 model (FullyShardedDataParallel): its own state is pieces"
+            " of them. Register an object whose state_dict() returns FSDP.optim_state_dict(model, optimizer) and whose load_state_dict()"
+            " passes FSDP.optim_state_dict_to_load(model, optimizer, state) to the optimizer; or shard with fully_shard (FSDP2)"
+        )
 
 
 def _refuse_other_kind(name: str, item: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -135,6 +154,7 @@ class Items:
         if isinstance(item, torch.nn.Module):
             return _with_parameters(state, item)
         if isinstance(item, torch.optim.Optimizer):
+            _refuse_flat_shards(item)
             names = by_parameter.names_of(item, self._modules())
             if names is not None:
                 return by_parameter.by_name(state, item, names)

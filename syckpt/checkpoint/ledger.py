@@ -52,12 +52,17 @@ class Ledger:
         return self._announced or self._base
 
     @property
+    def only_warns(self) -> bool:
+        """Whether failures are logged and counted, and raised by nothing but `result`."""
+        return self._on_error == "warn"
+
+    @property
     def lost(self) -> bool:
         """Whether the newest save has failed."""
         return self._lost
 
-    def stand_on(self, commit: str) -> None:
-        """The state at hand is that of a commit, or descends from it; no save is in hand."""
+    def stand_on(self, commit: str | None) -> None:
+        """The state at hand is that of a commit, or descends from it (None: from no one); no save is in hand."""
         with self._lock:
             self._announced, self._base, self._lost = None, commit, False
 

@@ -48,7 +48,7 @@ class LoadReport:
     mismatched: list[str] = field(default_factory=list)
     """In both, of another shape, dtype or kind; each with what was expected and found."""
     skipped: list[str] = field(default_factory=list)
-    """Left alone because they did not fit (`strict=False`), never part-filled."""
+    """Left alone because they did not fit (`strict=False`, or items that are not required), never part-filled."""
     cast: list[str] = field(default_factory=list)
     """Converted to the target's dtype (`cast=True`)."""
     resharded: list[str] = field(default_factory=list)

@@ -13,11 +13,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from syckpt.checkpoint import loader as loading
+from syckpt.checkpoint.export import export
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.keys import Keys
 from syckpt.checkpoint.ledger import Ledger
@@ -28,21 +29,20 @@ from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
 from syckpt.checkpoint.saves import Request, Saves
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
-from syckpt.checkpoint.standing import Standing
+from syckpt.checkpoint.standing import Standing, text_of
 from syckpt.checkpoint.start import Arguments, Seat, agree_on_start
+from syckpt.dataloader import StatefulSampler
 from syckpt.dist.coordinator import Coordinator, connect
 from syckpt.errors import StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects.commit import Commit
 from syckpt.repo import branches, graph, history
+from syckpt.repo.difference import Diff, diff
 from syckpt.repo.reader import Reader
 from syckpt.repo.signing import KeyFile
+from syckpt.repo.similarity import Similar, similar
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.stores.base import StoreSpec, parse_root
-
-if TYPE_CHECKING:
-    from syckpt.repo.difference import Diff
-    from syckpt.repo.similarity import Similar
 
 __all__ = ["CheckpointManager"]
 
@@ -105,7 +105,8 @@ class CheckpointManager:
         self._save_on_exit = save_on_exit
         self._interval = Interval(save_every)
         self._timeout_s = timeout_s
-        self._items = Items()
+        self._items = Items(self._config)
+        self._followed: tuple[StatefulSampler | None, Callable[[], None] | None] = (None, None)
         self._progress = Progress()
         self._hyper: HyperConfig | None = None
         self._closed = False
@@ -144,7 +145,7 @@ class CheckpointManager:
         )
         if start.resumed is not None:
             self._resumption.take_over(self._repository.read_commit(start.resumed), afresh=start.afresh)
-        seat = Seat(self._repository, start, rank=self._coordinator.rank)
+        self._seat = seat = Seat(self._repository, start, rank=self._coordinator.rank)
         self._saver = Saver(self._repository, self._settings(spec, start.token), reopen=seat.reopen, on_settled=self._ledger.settle)
         self._standing = Standing(
             self._repository,
@@ -198,7 +199,10 @@ class CheckpointManager:
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is no attribute of the class or the instance.
-        if not name.startswith("_") and name in self._items:
+        if name.startswith("_"):
+            # Also of an instance that was never initialised, which copying makes: it has no items to look at.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in self._items:
             return self._items[name]
         if name in _NAMES_TO_COME:
             raise AttributeError(f"CheckpointManager.{name} is not in this version of syckpt")
@@ -217,22 +221,40 @@ class CheckpointManager:
             raise StateError(f"{name!r} is a name of CheckpointManager itself; register the item under another one")
         known = name in self._items
         self._items.put(name, obj)
+        self._follow_sampler(name)
         if known:
             return
-        sampler = self._items.sampler
-        if sampler is not None and sampler is obj:
-            # A weak reference: the sampler may outlive the manager, and must not keep it.
-            sampler.on_first_index = _weakly(self._resumption.first_index)
         try:
             self._resumption.restore(name)
         except BaseException:
             self._items.remove(name)  # The next one of that name is a first one, and restored.
+            self._follow_sampler()
             raise
 
     def unregister(self, name: str) -> None:
         """Leave an item out of later commits. Raises: StateError."""
         self._items.remove(name)
+        self._follow_sampler()
         self._resumption.forget(name)
+
+    def _follow_sampler(self, name: str | None = None) -> None:
+        """Hear of the iterations of the sampler that steps advance, and of no other one's; `name` was just registered."""
+        sampler, (before, hook) = self._items.sampler, self._followed
+        if sampler is not before:
+            if before is not None and before.on_first_index is hook:
+                before.on_first_index = None
+            # A weak reference: the sampler may outlive the manager, and must not keep it.
+            hook = _weakly(self._resumption.first_index)
+            if sampler is not None:
+                sampler.on_first_index = hook
+            self._followed = sampler, hook
+        if name is not None and isinstance(self._items[name], StatefulSampler) and self._items[name] is not sampler:
+            first = next(other for other in self._items.names() if self._items[other] is sampler)
+            _log.warning(
+                "steps advance the sampler %r, which was registered first; %r is saved as it stands. Register the training one first",
+                first,
+                name,
+            )
 
     @property
     def config(self) -> HyperConfig:
@@ -253,6 +275,10 @@ class CheckpointManager:
         """What the first `loop/batches/restore/step_up/save` does: settle the resume, take the branch, start the writer."""
         self._require_open()
         self._standing.begin()
+
+    def _follow_any_tip(self) -> None:
+        """Save behind whatever is newest on the branch, also where others saved meanwhile: for managers that go on from nothing."""
+        self._seat.follows_any_tip = True
 
     def _require_open(self) -> None:
         if self._closed:
@@ -310,6 +336,8 @@ class CheckpointManager:
 
         On a branch that `create_branch` made, `epochs` counts from the fork. A `goto` inside goes on with the epoch that it leads to.
         """
+        if epochs is not None and (type(epochs) is not int or epochs < 0):
+            raise StateError(f"loop({epochs!r}): expected a number of epochs, or None for no end")
         while True:
             self._begin()  # Again each time: the body may have gone to another branch.
             epoch = self._progress.next_epoch
@@ -321,6 +349,8 @@ class CheckpointManager:
             yield epoch
             if moves == self._progress.moves:
                 self._progress.leave()
+                if self._progress.unseen:  # The body left an iteration of `batches` behind a step.
+                    self._after_step()
 
     def step_up(self, n: int = 1, *, batches: int | None = None) -> None:
         """Count `n` optimizer steps, after they were made, and `batches` micro-batches (default: n) as consumed.
@@ -335,12 +365,13 @@ class CheckpointManager:
                 " ckpt.batches(), or call ckpt.restore() before the first draw"
             )
         self._progress.advance(n, n if batches is None else batches, self._items.sampler)
-        self._after_step(n)
+        self._after_step()
 
     def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
         """Iterate a loader, counting each batch when its body begins, and a step every `accumulate` batches.
 
-        Random streams are restored where they have to be, also with persistent workers.
+        Random streams are restored where they have to be, also with persistent workers. Where the body goes to another commit (`goto`,
+        `checkout_branch`), the iteration ends: what is left of it belongs to where the run was.
         """
         self._begin()
         self._progress.count_by("batches")
@@ -350,24 +381,27 @@ class CheckpointManager:
         done = self._progress.batch_idx if self._progress.at_resume else 0
         iterator = self._resumption.iterate(loader)
         self._progress.entered = True
+        moves = self._progress.moves
         for number, batch in enumerate(iterator, start=done + 1):
             at_boundary = number % accumulate == 0
             self._progress.advance(1 if at_boundary else 0, 1, self._items.sampler)
             yield batch
+            if moves != self._progress.moves:
+                return
             if at_boundary:
-                self._after_step(1)
+                self._after_step()
         self._progress.entered = False
 
-    def _after_step(self, steps: int) -> None:
+    def _after_step(self) -> None:
         self._saver.pump()
-        if self._interval.is_due(self._progress.step, steps):
+        if self._interval.is_due(self._progress.step, self._progress.take_unseen()):
             self.save()
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(
         self,
-        checkpoint_id: str | None = None,
+        checkpoint_id: str | os.PathLike[str] | None = None,
         payload: Mapping[str, Any] | None = None,
         *,
         metric: Any = None,
@@ -386,14 +420,16 @@ class CheckpointManager:
         started = time.perf_counter()
         self._saver.pump()
         self._begin()
-        request = Request(checkpoint_id, payload, metric, message, tags, epoch_end, started)
+        name = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
+        request = Request(name, payload, metric, message, tags, epoch_end, started)
         pending = self._saves.make(request, self.config)
         if pending is not None and (wait or not self._async_save):
             try:
                 pending.result()
             except SyckptError as exc:
                 self._ledger.heard(exc)  # Here; the next save does not fail for this one.
-                raise
+                if not (pending.failed and self._ledger.only_warns):
+                    raise
         return pending
 
     def prewarm(self, payload: Mapping[str, Any] | None = None) -> None:
@@ -425,6 +461,7 @@ class CheckpointManager:
         self._ledger.raise_failure()
 
     def __enter__(self) -> CheckpointManager:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -495,7 +532,7 @@ class CheckpointManager:
                 values, report = loading.read(source, targets, **how, dry_run=dry)
             except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
                 error = exc
-            self._coordinator.barrier("load()", error=error, at=rev)
+            self._coordinator.barrier("load()", error=error, at=commit.id)
         self._report = report
         return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
 
@@ -513,18 +550,27 @@ class CheckpointManager:
     def create_branch(self, name: str, at: str = "HEAD") -> None:
         """Make a branch and write it from now on: at HEAD the state stays as it is, another revision is restored.
 
-        One that exists (a script that runs again) is gone on with: its tip is restored. Without any commit yet, the registered state is
-        committed first. `loop(epochs=n)` then counts n from the fork.
+        One that exists (a script that runs again) is gone on with: its tip is restored, after what is unsaved was saved; where nothing was
+        saved on it yet since it was made at HEAD, the state stays as it did then. Without any commit yet, the registered state is committed
+        first. `loop(epochs=n)` then counts n from the fork.
+        Raises: ConflictError for the name of a tag or commit; NotFoundError; StateError.
         """
         self._require_open()
-        self._standing.create_branch(name, at, first_save=lambda: self.save(message=f"start of {self.branch}", epoch_end=False, wait=True))
+
+        def first_save() -> None:
+            self.save(message=f"start of {self.branch}", epoch_end=False, wait=True)
+
+        self._standing.create_branch(name, at, first_save=first_save, save_unsaved=lambda: self._save_unsaved(name))
 
     def checkout_branch(self, name: str) -> None:
         """Save what is unsaved, write another branch from now on and restore its tip. Raises: NotFoundError."""
         self._require_open()
+        self._standing.checkout_branch(name, save_unsaved=lambda: self._save_unsaved(name))
+
+    def _save_unsaved(self, name: str) -> None:
+        """Before the state is replaced by that of branch `name`."""
         if self._standing.used and self._has_unsaved():
             self.save(message=f"before {name}", wait=True)
-        self._standing.checkout_branch(name)
 
     def delete_branch(self, name: str) -> None:
         """Delete a branch other than the one that is written. Raises: NotFoundError, ConflictError (it is written, here or elsewhere)."""
@@ -532,7 +578,8 @@ class CheckpointManager:
         self._standing.delete_branch(name)
 
     def list_branches(self) -> list[str]:
-        """Return the names of all branches, sorted."""
+        """Return the names of all branches that have a commit, sorted, after waiting for this manager's own saves."""
+        self.wait()
         return branches.names(self._repository)
 
     def tag(self, name: str, rev: str = "HEAD") -> None:
@@ -546,15 +593,11 @@ class CheckpointManager:
         return history.log(self._repository, count=n, branch=self.branch)
 
     def diff(self, a: str, b: str = "HEAD") -> Diff:
-        """Return in what two commits differ: configuration, counters, tensors; no tensor is read."""
-        from syckpt.repo.difference import diff
-
+        """Return in what two commits differ: configuration, counters, tensors. Tensors are read only where their boxes differ."""
         return diff(self._repository, self._commit(a), self._commit(b))
 
     def similar(self, config: Mapping[str, Any] | None = None, k: int = 5) -> list[Similar]:
         """Return the `k` commits whose configurations are most like `config` (default: this run's)."""
-        from syckpt.repo.similarity import similar
-
         self.wait()
         return similar(self._repository, self.config if config is None else HyperConfig(config), k=k)
 
@@ -565,8 +608,6 @@ class CheckpointManager:
 
     def export_ckpt(self, rev: str, path: str | os.PathLike[str]) -> None:
         """Write a commit as one file that `torch.load(path, weights_only=True)` reads; rank 0 writes, all ranks may call."""
-        from syckpt.checkpoint.export import export
-
         commit = self._standing.commit(rev, call="export_ckpt()")
         error: Exception | None = None
         if self._coordinator.rank == 0:
@@ -574,7 +615,7 @@ class CheckpointManager:
                 export(Source(Reader(self._repository, trusted=self._keys.trusted), commit), path)
             except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
                 error = exc
-        self._coordinator.barrier("export_ckpt()", error=error, at=rev)
+        self._coordinator.barrier("export_ckpt()", error=error, at=commit.id)
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
         """Read and check every byte of a commit, after waiting for this manager's own saves."""
@@ -583,7 +624,7 @@ class CheckpointManager:
     def _commit(self, rev: str) -> Commit:
         """Return the commit that a revision names, for this rank alone, after waiting for this manager's own saves."""
         self.wait()
-        return history.resolve(self._repository, rev, branch=self.branch, maximize=self._maximize)
+        return history.resolve(self._repository, text_of(rev), branch=self.branch, maximize=self._maximize)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -29,6 +29,8 @@ class Progress:
         """Where `loop` counts its epochs from: the fork's, on a branch that was made by `create_branch`."""
         self.moves = 0
         """How many times the position was set to a commit's."""
+        self.unseen = 0
+        """Steps made since `save_every` was last looked at."""
         self._closed = False
         self._counter: str | None = None
         self._last_saved: tuple[int, int, int, bool] = (0, 0, 0, False)
@@ -39,6 +41,7 @@ class Progress:
         self.epoch, self.batch_idx = (commit.epoch + 1, 0) if commit.epoch_done else (commit.epoch, commit.batch_idx)
         self.entered, self.at_resume, self._closed = commit.entered, True, False
         self.moves += 1
+        self.unseen = 0
         self._last_saved = self._position(False)
 
     @property
@@ -76,6 +79,7 @@ class Progress:
         if type(steps) is not int or type(batches) is not int or steps < 0 or batches < 0:
             raise StateError(f"step_up({steps!r}, batches={batches!r}): expected natural numbers")
         self.step += steps
+        self.unseen += steps
         self.at_resume = False
         if sampler is None:
             self.batch_idx += batches
@@ -84,6 +88,11 @@ class Progress:
         self.epoch, self.batch_idx = sampler.epoch, sampler.batch_idx
         if batches and sampler.exhausted:
             self.entered = False
+
+    def take_unseen(self) -> int:
+        """Return the steps made since this was last asked."""
+        unseen, self.unseen = self.unseen, 0
+        return unseen
 
     def epoch_done(self, sampler: StatefulSampler | None, epoch_end: bool | None) -> bool:
         """Whether a save now counts the epoch as finished."""

@@ -100,8 +100,8 @@ def settle(source: Source, name: str, done: Resharded | None, item: Any = None, 
         return [f"{what}; rank 0's are taken, as DistributedDataParallel does before its next forward"]
     raise StateError(
         f"item {name!r} differed between the {source.commit.world_size} ranks that saved it ({_some(paths)}), and this job has another"
-        f" number of ranks{_hint(item)}. Give it a resharder or ItemSpec(on_world_change='mod' or 'rank0'), resume on as many ranks, or"
-        " leave it out"
+        " number of ranks: nothing says which of them belongs here. Give it a resharder or ItemSpec(on_world_change='mod' or 'rank0'),"
+        " resume on as many ranks, or leave it out"
     )
 
 
@@ -109,14 +109,6 @@ def _broadcasts(item: Any, name: str, paths: Sequence[str]) -> bool:
     if not isinstance(item, torch.nn.parallel.DistributedDataParallel) or not item.broadcast_buffers:
         return False
     return set(paths) <= {format_path((name, buffer)) for buffer, _ in item.named_buffers()}
-
-
-def _hint(item: Any) -> str:
-    if isinstance(item, torch.optim.Optimizer):
-        return (
-            " (of an FSDP1 model, save FullyShardedDataParallel.optim_state_dict(model, optimizer): its flat shards fit this number only)"
-        )
-    return ": nothing says which of them belongs here"
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -51,6 +51,8 @@ class Resumption:
         """Optimizers that wait for the modules of their parameters."""
         self._failures: dict[str, Exception] = {}
         """What resharders of items raised on this rank, until all ranks hear of it."""
+        self._left: set[str] = set()
+        """Items that were unregistered."""
         self._settled = False
         self._afresh = False
         self._early = False
@@ -95,6 +97,9 @@ class Resumption:
         source = self._source
         if source is None or self._begins_anew(name):
             return
+        if name in self._left and not self._progress.at_resume:
+            _log.info("item %r is registered again, after steps were made: it stays as it is", name)
+            return
         if name not in source.names:
             self.report.missing.append(name)
             level = logging.WARNING if is_stateful(self._items[name]) else logging.INFO
@@ -123,7 +128,8 @@ class Resumption:
         return self._afresh and isinstance(self._items[name], StatefulSampler)
 
     def forget(self, name: str) -> None:
-        """An item was unregistered."""
+        """An item was unregistered. Another one of its name that comes after further steps is not of the resumed commit's state."""
+        self._left.add(name)
         self._failures.pop(name, None)
         if name in self._deferred:
             self._deferred.remove(name)

@@ -19,7 +19,7 @@ from syckpt.checkpoint.manager import CheckpointManager
 from syckpt.checkpoint.saver import PendingCommit
 from syckpt.checkpoint.specs import Config
 from syckpt.dist.coordinator import connect
-from syckpt.errors import NotFoundError, StateError
+from syckpt.errors import StateError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects import ids
 from syckpt.repo.repository import Repository
@@ -51,7 +51,7 @@ class PathManager(CheckpointManager):
         self._coordinator = arguments.get("coordinator") or connect(timeout_s=arguments.get("timeout_s", 600))
         if (unreadable := Keys.read(arguments.get("signer"), arguments.get("trusted_keys"), rank=self._coordinator.rank).error) is not None:
             raise unreadable
-        self._items = Items()
+        self._items = Items(self._config)
         self._hyper: HyperConfig | None = None
         self._managers: dict[str, CheckpointManager] = {}
         self._newest: CheckpointManager | None = None
@@ -169,6 +169,7 @@ class PathManager(CheckpointManager):
         manager = self._managers.get(folder)
         if manager is None:
             manager = CheckpointManager(folder, self._config, auto_resume=False, save_on_exit=False, **self._arguments)
+            manager._follow_any_tip()
             for name in self._items.names():
                 manager.register(name, self._items[name])
             if self._hyper is not None:
@@ -189,12 +190,14 @@ class PathManager(CheckpointManager):
 
 
 def _split(path: str | os.PathLike[str] | None, *, call: str) -> tuple[str, str]:
-    """Return directory and commit name of `DIR/NAME`. Raises: StateError, NotFoundError."""
+    """Return directory and commit name of `DIR/NAME`. Raises: StateError."""
     if path is None:
         raise StateError(f"{call} needs a checkpoint_id, a path DIR/NAME, since this manager has no root=")
-    text = os.fspath(path)
-    folder, name = os.path.split(text)
-    if not name or not isinstance(text, str):
-        raise NotFoundError(f"{text!r} is not a path DIR/NAME")
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    # As with a `Path`, a slash at the end means nothing.
+    folder, name = os.path.split(text.rstrip("/")) if isinstance(text, str) else ("", "")
+    if name in ("", ".", ".."):
+        raise StateError(f"{call}: {text!r} is not a path DIR/NAME")
     base = name if call != "save()" else ids.check_name(name, what="commit")
-    return os.path.abspath(folder or "."), base
+    # One directory, one manager, by whatever links it is reached.
+    return os.path.realpath(folder or "."), base

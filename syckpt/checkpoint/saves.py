@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class Request:
     payload: Mapping[str, Any] | None
     metric: Any
     message: str
-    tags: Sequence[str]
+    tags: Iterable[str]
     epoch_end: bool | None
     started: float
     """When the call began (`time.perf_counter()`)."""
@@ -54,6 +54,7 @@ class _Capture:
 
     flat: Flat
     rng: Any
+    tags: tuple[str, ...]
     facts: Facts
     replicas: str
     metric: float | None
@@ -104,20 +105,18 @@ class Saves:
 
     def make(self, request: Request, hyper: HyperConfig) -> PendingCommit | None:
         """Agree on a save and hand this rank's part over; None where it was skipped. Raises: as `CheckpointManager.save`."""
-        if isinstance(request.tags, str):
-            raise StateError(f"tags={request.tags!r}: expected a sequence of names, such as ({request.tags!r},)")
         capture, error = self._capture(request)
         mine = {
             "step": self._progress.step,
             "busy": self._saver.busy(),
             "schema": capture.facts.schema if capture else "",
             "replicas": capture.replicas if capture else "",
-            "names": [request.name, *request.tags],
+            "names": [request.name, *capture.tags] if capture else [],
             "config": hyper.hash(),
             # As values: every rank hears of all of them, once.
             "failed": {commit: to_wire(exc) for commit, exc in self._ledger.unheard().items()} if self._several else {},
         }
-        decide = partial(self._decide, request=request, hyper=hyper)
+        decide = partial(self._decide, name=request.name, tags=capture.tags if capture else (), hyper=hyper)
         verdict = self._coordinator.agree("save()", mine, decide, error=error, at=self._at)
         if verdict["failed"]:
             self._ledger.told(verdict["failed"]["commits"])
@@ -146,6 +145,7 @@ class Saves:
             if not self._several:
                 self._ledger.raise_failure()
             self._saver.prepare()
+            tags = _names(request)
             score = self._progress.metric if request.metric is None else _score(request.metric)
             values = self._items.capture() if request.payload is None else self._items.capture_payload(request.payload)
             # In order of names, whatever the order of registration: the same state, the same manifest.
@@ -156,9 +156,9 @@ class Saves:
             rng = flat.nodes.pop(_RNG, None)
             declared = declare(self._config, values)
             if not self._several:
-                return _Capture(flat, rng, Facts([], [], ""), "", score, declared, layouts), None
+                return _Capture(flat, rng, tags, Facts([], [], ""), "", score, declared, layouts), None
             facts = self._sharing.facts(flat, _RNG, declared)
-            return _Capture(flat, rng, facts, self._sharing.replicas(flat, facts, _RNG), score, declared, layouts), None
+            return _Capture(flat, rng, tags, facts, self._sharing.replicas(flat, facts, _RNG), score, declared, layouts), None
         except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
             return None, exc
 
@@ -190,7 +190,7 @@ class Saves:
             "entered": progress.entered and request.epoch_end is not True,
             "metric": nodes.encode(capture.metric if request.metric is not None else None),
             "message": str(request.message),
-            "tags": list(request.tags),
+            "tags": list(capture.tags),
             "name": request.name,
             "config": nodes.encode(hyper.to_dict()),
             "fingerprint": verdict["id"][:8],
@@ -215,10 +215,12 @@ class Saves:
             progress.saved(done=done, metric=capture.metric)
         else:
             progress.metric = capture.metric  # The registered items are as unsaved as before.
-        self._ledger.announce(pending, name=request.name, tags=request.tags)
+        self._ledger.announce(pending, name=request.name, tags=capture.tags)
         return pending
 
-    def _decide(self, values: Sequence[dict[str, Any]], *, request: Request, hyper: HyperConfig) -> dict[str, Any]:
+    def _decide(
+        self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str], hyper: HyperConfig
+    ) -> dict[str, Any]:
         """Rank 0: whether all ranks save the same thing, and under which id."""
         if failed := _failures(values):
             return {"failed": failed}
@@ -232,9 +234,9 @@ class Saves:
                 f"saves {', '.join(p.id for p in self._saver.pending)} are still being written on rank(s) {', '.join(map(str, busy))}"
                 " (when_busy='raise')"
             )
-        self._check_names(request.name, request.tags)
         hold = self._saver.hold
         assert hold is not None
+        self._check_names(name, tags, branch=hold.branch)
         commit = ids.new_commit_id(
             fingerprint=fingerprint(hyper),
             repository=self._repository.id,
@@ -245,10 +247,11 @@ class Saves:
         )
         return {"id": commit, "failed": None, "skip": bool(busy) and self._when_busy == "skip", **_sameness(values)}
 
-    def _check_names(self, name: str | None, tags: Sequence[str]) -> None:
+    def _check_names(self, name: str | None, tags: Sequence[str], *, branch: str) -> None:
         taken = [("names", name, "commit")] if name is not None else []
         for kind, ref, what in taken + [("tags", tag, "tag") for tag in tags]:
-            ids.check_name(ref, what=what)
+            if ref == branch or self._repository.refs.exists(f"heads/{ref}"):
+                raise ConflictError(f"{ref!r} is a branch, which a revision of that name means: choose another name for the {what}")
             head = self._repository.refs.head(f"{kind}/{ref}")
             if head is not None and head.commit is not None and not self._repository.read_commit(head.commit).dropped:
                 raise ConflictError(f"the {what} {ref!r} exists already and means {head.commit}: choose another")
@@ -269,6 +272,15 @@ def _failures(values: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
             where = "" if "rank(s)" in wire["message"] else f"on rank(s) {rank}: "
             first.setdefault(commit, from_wire({**wire, "message": where + wire["message"]}))
     return {"commits": list(first), "error": to_wire(joined(list(first.values())))} if first else None
+
+
+def _names(request: Request) -> tuple[str, ...]:
+    """Check the names that a commit is to have, and return its tags, each once. Raises: StateError."""
+    if request.name is not None:
+        ids.check_name(request.name, what="commit")
+    if isinstance(request.tags, str) or not isinstance(request.tags, Iterable):
+        raise StateError(f"tags={request.tags!r}: expected a sequence of names, such as ({str(request.tags)!r},)")
+    return tuple(dict.fromkeys([ids.check_name(tag, what="tag") for tag in request.tags]))
 
 
 def _score(metric: Any) -> float:

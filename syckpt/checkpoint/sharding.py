@@ -36,8 +36,10 @@ def declare(config: Config, values: Mapping[str, Any]) -> Declared:
 
 
 def extract(resharder: Any, name: str, value: Any) -> dict[NestedPath, ShardingMetadata]:
-    """Return what a resharder of the user's says of a value. Raises: StateError for what is no such mapping."""
+    """Return what a resharder of the user's says of a value; None is nothing. Raises: StateError for what is no such mapping."""
     found = resharder.extract_sharding_metadata(name, value)
+    if found is None:
+        return {}
     if not isinstance(found, Mapping):
         raise StateError(
             f"item {name!r}: {type(resharder).__name__}.extract_sharding_metadata returned {type(found).__name__}; expected a dict of paths"

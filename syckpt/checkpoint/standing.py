@@ -5,6 +5,7 @@ All of it is collective: rank 0 looks at the repository and decides; every rank 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resumption import Resumption
-from syckpt.checkpoint.saver import Saver
+from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.start import Seat
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, IntegrityError, StateError
@@ -22,7 +23,9 @@ from syckpt.repo import branches, history, receipts
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold
 
-__all__ = ["Standing"]
+__all__ = ["Standing", "text_of"]
+
+_log = logging.getLogger("syckpt")
 
 _Decision = dict[str, Any]
 
@@ -73,6 +76,8 @@ class Standing:
             self._resumption.settle()
             return
         hold = Hold(**self._agree(f"opening branch {self.branch!r}", self._take)["hold"])
+        if hold.tip != self._seat.start.tip and self._seat.follows_any_tip:
+            self._ledger.stand_on(hold.tip)
         self._resumption.finish()
         self._saver.open(hold)
         self.taken = self.used = True
@@ -117,39 +122,97 @@ class Standing:
     def goto(self, rev: str) -> None:
         """Bring the registered items, counters and streams to a commit; the branch stays, and its next save follows that commit."""
         self._saver.require_own_process()
-        self._move_to(self._agree("goto()", lambda: {"commit": self._resolve(rev).id}, at=rev)["commit"], call=f"goto({rev!r})")
+        revision = text_of(rev)
+        call = f"goto({revision!r})"
+        commit = self._agree("goto()", lambda: {"commit": self._resolve(revision).id}, at=revision)["commit"]
+        self._check(commit, call=call)
+        self._restore(commit, call=call)
 
-    def create_branch(self, name: str, at: str, *, first_save: Callable[[], object]) -> None:
+    def create_branch(self, name: str, at: str, *, first_save: Callable[[], object], save_unsaved: Callable[[], object]) -> None:
         """Make a branch and go there: at HEAD the state stays, elsewhere it is restored; a branch that exists is gone on with.
 
-        `first_save` commits the state where nothing has been committed yet.
+        `first_save` commits the state where nothing has been committed yet, `save_unsaved` before it is replaced by another one.
         """
         self._saver.require_own_process()
         self._refuse_torn()
+        call, at = f"create_branch({name!r})", text_of(at)
         ids.check_name(name, what="branch")
-        if self._ledger.parent is None and at == "HEAD":
-            first_save()
-
-        def decide() -> _Decision:
-            if name in branches.names(self._repository):
-                return {"commit": history.tip(self._repository, name).id, "restore": True, "fork": self._fork_of(name)}
-            here = at == "HEAD"
-            commit = self._standing_on() if here else self._resolve(at)
-            branches.create(self._repository, name, commit, run=self._seat.start.run)
-            return {"commit": commit.id, "restore": not here, "fork": _next_epoch(commit)}
-
-        told = self._agree("create_branch()", decide, at=name)
-        self._forks[name] = told["fork"]
-        self._switch(name, told["commit"])
+        told = self._agree("create_branch()", lambda: self._look(name, at), at=name)
+        commit: str | None = told["commit"]
+        if commit is None:
+            commit = self._first_commit(name, first_save)
+            if commit is None:
+                return
         if told["restore"]:
-            self._move_to(told["commit"], call=f"create_branch({name!r})")
+            self._check(commit, call=call)
+            save_unsaved()
+        fork = told["fork"]
+        if fork is None:
+            fork = self._agree("create_branch()", lambda: self._fork(name, commit), at="fork")["fork"]
+        self._forks[name] = fork
+        self._switch(name, commit)
+        if told["restore"]:
+            self._restore(commit, call=call)
 
-    def checkout_branch(self, name: str) -> None:
-        """Go to another branch and restore its tip. What is unsaved has to be saved before."""
-        told = self._agree("checkout_branch()", lambda: {"commit": history.tip(self._repository, name).id}, at=name)
+    def _look(self, name: str, at: str) -> _Decision:
+        """Rank 0: where a branch stands (`fork`: the epoch at which it began), or is to begin (None: at a save that is still to be made)."""
+        here, parent = at == "HEAD", self._ledger.parent
+        if name in branches.names(self._repository):
+            tip = history.tip(self._repository, name)
+            # A script that was cut off right after it had made the branch, at this very commit: nothing was saved on it yet.
+            untouched = here and name != self.branch and tip.id == parent and tip.branch != name
+            return {"commit": tip.id, "restore": not untouched, "fork": self._fork_of(name)}
+        self._refuse_taken(name)
+        if not here:
+            return {"commit": self._resolve(at).id, "restore": True, "fork": None}
+        return {"commit": parent, "restore": False, "fork": None}
+
+    def _refuse_taken(self, name: str) -> None:
+        for kind, what in (("tags", "tag"), ("names", "commit")):
+            head = self._repository.refs.head(f"{kind}/{name}")
+            if head is not None and head.commit is not None and not self._repository.read_commit(head.commit).dropped:
+                raise ConflictError(f"{name!r} is a {what}, which a branch of that name would hide: choose another")
+
+    def _fork(self, name: str, commit_id: str) -> _Decision:
+        commit = self._repository.read_commit(commit_id)
+        branches.create(self._repository, name, commit, run=self._seat.start.run)
+        return {"fork": _next_epoch(commit)}
+
+    def _first_commit(self, name: str, save: Callable[[], object]) -> str | None:
+        """Commit the state that no commit has, on the branch as it is, and return its id.
+
+        Where others are writing that one (the scripts of a sweep begin at once), it begins the branch `name` instead: None.
+        """
+        try:
+            save()
+        except ConflictError as exc:
+            _log.info("branch %r begins with a commit of its own: %s", name, exc)
+        else:
+            return self._ledger.parent
+
+        def keep_head() -> _Decision:
+            if self._repository.store.size("HEAD") is None:
+                self._repository.set_head(self.branch)  # Else it would come to name the new branch.
+            return {}
+
+        self._agree("create_branch()", keep_head, at="HEAD")
+        self._forks[name] = self._progress.next_epoch
+        self._switch(name, None)
+        save()
+        return None
+
+    def checkout_branch(self, name: str, *, save_unsaved: Callable[[], object]) -> None:
+        """Go to another branch and restore its tip, after `save_unsaved`."""
+        self._saver.require_own_process()
+        if name == self.branch:
+            save_unsaved()
+        commit = self._agree("checkout_branch()", lambda: {"commit": history.tip(self._repository, name).id}, at=name)["commit"]
+        call = f"checkout_branch({name!r})"
+        self._check(commit, call=call)
         if name != self.branch:
-            self._switch(name, told["commit"])
-        self._move_to(told["commit"], call=f"checkout_branch({name!r})")
+            save_unsaved()
+            self._switch(name, commit)
+        self._restore(commit, call=call)
 
     def delete_branch(self, name: str) -> None:
         """Delete another branch; its commits stay until the collector finds them unreachable."""
@@ -165,22 +228,21 @@ class Standing:
     def tag(self, name: str, rev: str) -> None:
         """Name a commit, for good."""
 
+        revision = text_of(rev)
+
         def decide() -> _Decision:
-            branches.tag(self._repository, name, self._resolve(rev), run=self._seat.start.run)
+            branches.tag(self._repository, name, self._resolve(revision), run=self._seat.start.run)
             return {}
 
         self._agree("tag()", decide, at=name)
 
     def commit(self, rev: str, *, call: str) -> Commit:
         """Return the commit that a revision names, the same on all ranks, after waiting for this manager's own saves."""
-        return self._repository.read_commit(self._agree(call, lambda: {"commit": self._resolve(rev).id}, at=rev)["commit"])
+        revision = text_of(rev)
+        return self._repository.read_commit(self._agree(call, lambda: {"commit": self._resolve(revision).id}, at=revision)["commit"])
 
     def _resolve(self, rev: str) -> Commit:
         return history.resolve(self._repository, rev, branch=self.branch, maximize=self._maximize)
-
-    def _standing_on(self) -> Commit:
-        parent = self._ledger.parent
-        return self._resolve("HEAD") if parent is None else self._repository.read_commit(parent)
 
     def _fork_of(self, branch: str) -> int:
         """Return the epoch at which a branch was forked."""
@@ -191,8 +253,8 @@ class Standing:
                 return _next_epoch(self._repository.read_commit(record.commit))
         return 0
 
-    def _switch(self, branch: str, tip: str) -> None:
-        """Give the branch that is written back, and write another one from the next save on."""
+    def _switch(self, branch: str, tip: str | None) -> None:
+        """Give the branch that is written back, and write another one from the next save on (`tip` None: as its first)."""
         if self.taken:
             self._saver.close()
             self.taken = False
@@ -202,20 +264,32 @@ class Standing:
         self._progress.first_epoch = self._forks.get(branch, 0)
         self._ledger.stand_on(tip)
 
-    def _move_to(self, commit_id: str, *, call: str) -> None:
-        """Restore everything that is registered: checked on every rank before the first one touches anything."""
-        commit = self._repository.read_commit(commit_id)
-        steps: tuple[tuple[str, Callable[[Commit], None]], ...] = (("check", self._resumption.check), ("restore", self._resumption.go_to))
-        for step, act in steps:
-            error: Exception | None = None
-            try:
-                act(commit)
-            except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
-                error = exc
-            if step == "restore":
-                self._torn = f"{call} failed"
-            self._coordinator.barrier(call, error=error, at=step)
+    def _check(self, commit: str, *, call: str) -> None:
+        """Check on every rank that what is registered fits a commit: before anything is made, moved or touched."""
+        self._together(self._resumption.check, commit, call=call, at="check")
+
+    def _restore(self, commit: str, *, call: str) -> None:
+        """Restore everything that is registered, on every rank."""
+        self._torn = f"{call} failed"  # Until all of it is done, whatever interrupts it.
+        self._together(self._resumption.go_to, commit, call=call, at="restore")
         self._torn = None
+
+    def _together(self, act: Callable[[Commit], None], commit: str, *, call: str, at: str) -> None:
+        error: Exception | None = None
+        try:
+            act(self._repository.read_commit(commit))
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
+            error = exc
+        self._coordinator.barrier(call, error=error, at=at)
+
+
+def text_of(rev: object) -> str:
+    """Return a revision as text: a save, or its commit, stands for its id. Raises: StateError."""
+    if isinstance(rev, PendingCommit | Commit):
+        return rev.id
+    if not isinstance(rev, str):
+        raise StateError(f"{rev!r} is not a revision: expected a text such as 'HEAD~1', or what save() returned")
+    return rev
 
 
 def _next_epoch(commit: Commit) -> int:

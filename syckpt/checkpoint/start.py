@@ -72,15 +72,20 @@ class Seat:
 
     def __init__(self, repository: Repository, start: Start, *, rank: int) -> None:
         self.start = start
+        self.follows_any_tip = False
+        """Whether what others saved since the branch was chosen is gone on from: there is no state that descends from its tip."""
         self._repository = repository
         self._rank = rank
 
-    def move(self, branch: str, *, tip: str) -> None:
-        """Go to another branch, whose tip is known."""
+    def move(self, branch: str, *, tip: str | None) -> None:
+        """Go to another branch, whose tip is known; None for one that is to begin with the next save."""
         self.start = replace(self.start, branch=branch, tip=tip, forks=False)
 
     def take(self) -> Hold:
         """Rank 0: open the branch for writing. Raises: ConflictError naming a holder that lives, or a tip that moved."""
+        if self.follows_any_tip:
+            head, _ = newest_readable(self._repository, self.start.branch)
+            return self._open(None if head is None else head.commit)
         return self._open(self.start.tip)
 
     def reopen(self, hold: Hold, tip: str | None) -> Hold:

@@ -1,4 +1,4 @@
-"""A commit as a tree of files: what `ls`, `cat` and `checkout` show (FORMAT.md, section 13). Nothing of it is stored.
+"""A commit as a tree of files: what `ls`, `cat` and `checkout` show (FORMAT.md, section 14). Nothing of it is stored.
 
     tree = Tree(Content(reader, commit))
     tree.files()                              # [File(path="model.json", ...), ...]
@@ -20,7 +20,7 @@ import numpy as np
 from syckpt.checkpoint import paths
 from syckpt.checkpoint.content import Content, Stored, whole
 from syckpt.errors import FormatError, IntegrityError, NotFoundError, StateError
-from syckpt.objects import nodes
+from syckpt.objects import ids, nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
 from syckpt.objects.nodes import Node
@@ -122,6 +122,8 @@ class Tree:
             self._check(node)
         self._makers: dict[str, tuple[File, Callable[[BinaryIO], None]]] = {}
         for file, maker in self._all():
+            if not ids.is_file_path(file.path):
+                raise IntegrityError(f"commit {content.commit.id}: {file.path!r} cannot be a file's path; run `syckpt verify`")
             if file.path in self._makers:
                 other = self._makers[file.path][0]
                 raise IntegrityError(f"commit {content.commit.id}: items {other.item!r} and {file.item!r} are both the file {file.path}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone
-from syckpt.errors import ConflictError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
+from syckpt.errors import ConflictError, RankTimeout, SyckptError, from_wire, to_wire
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
@@ -218,10 +218,11 @@ class _Writer:
                 desk.require_undecided()
             self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables, signer=self._signer)
         except BaseException as exc:
+            cause = self._cause(exc)
             if self._world_size == 1:
-                self._give_up(message["id"], transaction, desk, exc)
-                raise
-            error = _named(exc, message["id"], rank=0)
+                self._give_up(message["id"], transaction, desk, cause)
+                raise cause from (exc if cause is not exc else exc.__cause__)
+            error = _named(cause, message["id"], rank=0)
             self._give_up(message["id"], transaction, desk, error)
             raise error from exc
         if self._world_size > 1:
@@ -245,13 +246,20 @@ class _Writer:
         ranks = range(1, self._world_size)
         if ranks:
             self._waits(f"the parts of rank(s) {', '.join(map(str, ranks))} of save {commit}")
-        try:
-            receipts = desk.collect(ranks)
-        except (RankFailure, RankTimeout):
-            refuse_if_fenced(self._repository, self._hold)  # that would be the cause
-            raise
+        receipts = desk.collect(ranks)
         self._waits(None)
         return receipts
+
+    def _cause(self, exc: BaseException) -> BaseException:
+        """Return what a save failed with; that the branch is lost, if it is: the newer incarnation clears what is being written here."""
+        if isinstance(exc, SyckptError) and not isinstance(exc, ConflictError):
+            try:
+                refuse_if_fenced(self._repository, self._hold)
+            except ConflictError as lost:
+                return lost
+            except SyckptError as unknown:
+                _log.debug("whether the branch was lost cannot be told: %s", unknown)
+        return exc
 
     def _waits(self, what: str | None) -> None:
         if self._world_size > 1:

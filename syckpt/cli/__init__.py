@@ -95,7 +95,8 @@ def main(ctx: click.Context, directory: str | None, as_json: bool) -> None:
       syckpt show best                 the commit with the lowest metric, in full
       syckpt diff HEAD~1 HEAD          what the last save changed
       syckpt branch wide --at main~3   a branch that begins three commits back
-      syckpt ls HEAD~3 model --long    its tensors, and how they are stored
+      syckpt ls HEAD~3 model --long    files and tensors of an item, and how they are stored
+      syckpt checkout best --to best/  the files of a commit
       syckpt verify                    read everything and check it
       syckpt help log                  a command's help
       syckpt help format               the format on disk

@@ -140,7 +140,12 @@ def _text(value: str) -> Node:
     return {"str": address.to_text(value.encode("utf-8", "surrogatepass"))} if _PAIR.search(value) else value
 
 
+_MAX_DIGITS = 10_000  # converting them takes time that grows with the square of their number
+
+
 def _integer(value: int) -> Node:
+    if abs(value).bit_length() > 3 * _MAX_DIGITS:  # a digit has 3.3 bits
+        raise StateError(f"an integer of {value.bit_length()} bits cannot be carried, at most {3 * _MAX_DIGITS}; store its bytes")
     # By way of Decimal: int's own conversion refuses more than 4300 digits.
     return value if -canonical.MAX_SAFE_INT <= value <= canonical.MAX_SAFE_INT else {"int": format(Decimal(value), "f")}
 
@@ -208,7 +213,10 @@ class _Encoder:
     def node(self, value: Any, path: KeyPath, depth: int = 0, nesting: int = 0) -> Node:
         atom = _ATOMS.get(type(value))
         if atom is not None:
-            return atom(value)
+            try:
+                return atom(value)
+            except StateError as exc:
+                raise _refusal(path, str(exc)) from None
         if self._leaf is not None and type(value) not in _CONTAINERS:
             node = self._leaf(value, path)
             if node is not None:
@@ -244,7 +252,8 @@ class _Encoder:
         if isinstance(value, tuple) and isinstance(fields, tuple):
             if getattr(value, "__dict__", None):
                 extra = ", ".join(vars(value))
-                raise _refusal(path, f"the namedtuple {_type_name(value)} has attributes that are no fields: {extra}; {_FIX}")
+                text = f"the namedtuple {_type_name(value)} has attributes that are no fields: {extra}; {_FIX}"
+                return self._other(value, path, _refusal(path, text))
             return {"namedtuple": [kind.__name__, self._fields(zip(fields, value, strict=True), path, depth, nesting + 4)]}
         if isinstance(value, bool | int | float | complex | str | bytes | bytearray | list | tuple | set | frozenset | dict | deque):
             base = next(base for base in kind.__mro__ if base in _ATOMS or base in _CONTAINERS)
@@ -492,7 +501,7 @@ class _Decoder:
         return value
 
     def decode_integer(self, payload: Any) -> int:
-        if type(payload) is not str or not re.fullmatch("-?[1-9][0-9]{15,}", payload):
+        if type(payload) is not str or len(payload) > _MAX_DIGITS or not re.fullmatch("-?[1-9][0-9]{15,}", payload):
             raise _malformed("int", payload)
         value = int(Decimal(payload))
         if abs(value) <= canonical.MAX_SAFE_INT:

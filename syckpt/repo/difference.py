@@ -34,6 +34,7 @@ __all__ = ["Diff", "ItemDiff", "TensorChange", "TensorDiff", "TensorType", "diff
 
 _COUNTERS = ("step", "epoch", "batch_idx", "epoch_done", "entered", "metric", "world_size")
 _STREAMS = "<rng>"
+_TEXT_LENGTH = 200
 _LISTED = 20
 """Tensors of an item that `str()` names, of those that have other values and nothing else."""
 
@@ -86,7 +87,10 @@ class ItemDiff:
         return bool(self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
-        return str(ConfigDiff(self.added, self.removed, self.changed))
+        lines = {path: f"+ {path}: {_text(value)}" for path, value in self.added.items()}
+        lines |= {path: f"- {path}: {_text(value)}" for path, value in self.removed.items()}
+        lines |= {path: f"~ {path}: {_text(old)} -> {_text(new)}" for path, (old, new) in self.changed.items()}
+        return "\n".join(lines[path] for path in sorted(lines))
 
 
 @dataclass(frozen=True)
@@ -360,6 +364,15 @@ def _value(text: bytes) -> Any:
     kind, about, shape = parts
     name = " ".join([kind or "value", *map(str, about)])
     return _Shown(f"{name} of {shape} members" if isinstance(shape, int) else f"{name} of {', '.join(map(_key, shape)) or 'nothing'}")
+
+
+def _text(value: Any) -> str:
+    """Return Python's text of a value, cut to what a line can hold."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"<{type(value).__name__}>"  # It holds an integer of more digits than Python prints.
+    return text if len(text) <= _TEXT_LENGTH else f"{text[: _TEXT_LENGTH - 3]}..."
 
 
 def _key(key: Any) -> str:

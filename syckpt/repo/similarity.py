@@ -76,9 +76,13 @@ def _newest_of_each(commits: Iterator[Commit]) -> list[Commit]:
     digests: dict[str, str] = {}
     for commit in commits:
         # A run saves the same configuration thousands of times: its digest is made once.
-        text = repr(commit.config)
-        if text not in digests:
-            digests[text] = HyperConfig(commit.config).hash()
+        try:
+            text = repr(commit.config)
+            if text not in digests:
+                digests[text] = HyperConfig(commit.config).hash()
+        except ValueError as exc:  # also StateError
+            _log.warning("the configuration of commit %s cannot be compared: %s", commit.id, exc)
+            continue
         key = (commit.branch, digests[text])
         best = newest.get(key)
         if best is None or (not commit.dropped, commit.created_ns) > (not best.dropped, best.created_ns):

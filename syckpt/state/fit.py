@@ -38,6 +38,7 @@ from syckpt.objects import canonical, nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
 from syckpt.state.bits import can_cast
 from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, tie_key, torch_name, unflatten
+from syckpt.state.shards import as_dtensor
 from syckpt.state.wrappers import match
 
 __all__ = ["Fitted", "Options", "fit", "kept", "matching"]
@@ -164,6 +165,7 @@ def _is_state_dict(template: Any) -> bool:
 
 def _describe(template: Any) -> str:
     if isinstance(template, torch.Tensor):
+        template = as_dtensor(template)
         if template.is_nested:
             return "a nested tensor"
         return f"{dtype_name(template.dtype)} {list(template.shape)}"
@@ -219,6 +221,8 @@ class _Planner:
 
     def walk(self, node: Node, template: Any, path: KeyPath, mode: int = _STRICT) -> Maker | None:
         kind = split(node)[0]
+        if self.options.as_saved and next(nodes.plainer(node), None) is None:
+            return self._whole(node, template, path)  # No type is missing.
         if kind in ("tensor", "ndarray"):
             return self._leaf(node, template, path)
         if kind == "encoded":
@@ -294,12 +298,13 @@ class _Planner:
         if kind == "tensor":
             entry = self._entry(payload)
             found = f"{entry.dtype} {list(entry.shape)}"
-            why = refuse_tensor(template) if isinstance(template, torch.Tensor) else None
+            target = as_dtensor(template) if isinstance(template, torch.Tensor) else None
+            why = refuse_tensor(target) if target is not None else None
             if why is not None:
                 return self._unfillable(template, path, why)
-            if not isinstance(template, torch.Tensor) or tuple(template.shape) != tuple(entry.shape):
+            if target is None or tuple(target.shape) != tuple(entry.shape):
                 return self._unlike(node, template, path, found)
-            return self._fill(payload, template, template, path, found)
+            return self._fill(payload, target, template, path, found)
         index, descr, order = payload
         dtype, shape = numpy_dtype(descr), tuple(self._entry(index).shape)
         name = torch_name(dtype)

@@ -44,6 +44,7 @@ from syckpt.state.formats import (
     pickled,
     tensor_names,
 )
+from syckpt.state.shards import as_dtensor
 
 __all__ = [
     "Flat",
@@ -134,6 +135,8 @@ def refuse_tensor(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if is_sharded(tensor):
         return None  # Its placements are looked at where its boxes are.
+    if kind.__name__ == "ShardedTensor":  # It refuses most questions itself.
+        return "a ShardedTensor that is not split by rows as FSDP1 does; give FSDP a device_mesh, then its state dicts hold DTensors"
     if torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized lazy parameter has no values yet; run a forward pass first"
     if tensor.is_nested:
@@ -333,7 +336,12 @@ class _Flattener:
             return self._encoded(form.name, _encode(form, value, path), path)
         if isinstance(form, TorchSerialization) and not form.weights_only:
             return nodes.encode(value, leaf=self._leaf_or_pickle, otherwise=self._pickle, path=path)
-        node = nodes.encode(value, leaf=self.leaf, path=path)
+        try:
+            node = nodes.encode(value, leaf=self.leaf, path=path)
+        except StateError as exc:
+            if isinstance(form, TorchSerialization):
+                raise StateError(f"{exc} (TorchSerialization(weights_only=False) pickles what cannot be carried otherwise)") from exc
+            raise
         if isinstance(form, SafetensorsSerialization):
             for index in tensor_names(node, path).values():
                 found = self.leaves[index]
@@ -358,6 +366,7 @@ class _Flattener:
         return {"encoded": [form, len(self.leaves) - 1]}
 
     def _tensor(self, value: torch.Tensor, path: KeyPath) -> int:
+        value = as_dtensor(value)
         why = refuse_tensor(value)
         if why is not None:
             raise StateError(f"{nodes.format_path(path)}: {why}")

@@ -90,7 +90,13 @@ def _memory_file(nbytes: int) -> int:
     else:
         fd, path = tempfile.mkstemp(prefix="syckpt-slot-")
         os.unlink(path)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise StoreError(
+            f"no staging memory of {nbytes} bytes: {error.strerror}; it counts as a file: check the limit of file sizes (ulimit -f)"
+        ) from error
     return fd
 
 

@@ -399,10 +399,15 @@ class _LocalSink:
 
     def _pwritev(self, vector: Sequence[memoryview], offset: int) -> int:
         file = self._require_open()
+        asked = sum(map(len, vector))
 
         def write() -> int:
             with self._store._mutating("write", self._key, self._staged):
-                return os.pwritev(file, vector, offset)
+                count = os.pwritev(file, vector, offset)
+            if not 0 < count <= asked:
+                # No sane system says so; a loop that believed it would not end, or leave bytes out.
+                raise StoreError(f"cannot write {self._staged}: {count} of {asked} bytes were written, says the file system")
+            return count
 
         try:
             return _patiently(write)

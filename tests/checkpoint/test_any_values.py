@@ -9,7 +9,7 @@ import enum
 import math
 import pathlib
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -408,6 +408,11 @@ def test_a_registered_value_shows_its_own_types_on_resume_whatever_has_grown(tmp
 # --- what cannot be carried ----------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Unset:
+    value: Any = dataclasses.field(init=False)
+
+
 class Plain:
     pass
 
@@ -429,7 +434,19 @@ def deep() -> list[Any]:
     return value
 
 
+class Labelled(namedtuple("Labelled", "x")):
+    """Without `__slots__`: it may be given attributes."""
+
+
+def labelled() -> Labelled:
+    value = Labelled(1)
+    value.label = "a"  # type: ignore[attr-defined]
+    return value
+
+
 REFUSED = [
+    (labelled(), r"the namedtuple \S+Labelled has attributes that are no fields: label; register an object"),
+    (Unset(), r"the dataclass \S+Unset has fields without a value: value; set them"),
     (Plain(), r"a value of type \S+Plain cannot be carried; register an object with state_dict/load_state_dict, or convert it"),
     (lambda: 1, "a value of type function cannot be carried; register an object"),
     (object, "a value of type type cannot be carried"),

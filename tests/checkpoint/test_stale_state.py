@@ -117,3 +117,18 @@ def test_marking_what_is_trainable_leaves_the_modules_own_state_dict_alone(tmp_p
         ckpt.model = model
         assert save(ckpt, steps=0)["trainable"] == 1
     assert type(model.kept["weight"]) is torch.Tensor
+
+
+def test_what_a_module_shows_under_the_name_of_a_parameter_is_what_is_saved(tmp_path: Path) -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {"weight": torch.full((2,), 5.0)}
+
+    with CheckpointManager(tmp_path, save_on_exit=False) as ckpt:
+        ckpt.model = Averaged()
+        assert save(ckpt, steps=0)["trainable"] == 0
+        assert ckpt.load()["model"]["weight"].tolist() == [5.0, 5.0]

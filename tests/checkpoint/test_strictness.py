@@ -198,13 +198,6 @@ def test_a_report_is_filled_also_by_a_load_that_fails_and_begins_anew_each_time(
     assert (report.missing, report.mismatched, report.bytes_read > 0) == ([], [], True)
 
 
-def test_the_managers_report_is_that_of_the_last_load_also_of_one_that_failed(ckpt: CheckpointManager) -> None:
-    assert ckpt.load("ones", into={"s": state(0.0)}) != {}
-    with pytest.raises(syckpt.StateError):
-        ckpt.load("ones", into={"s": {**state(0.0), "more": torch.zeros(1)}})
-    assert ckpt.last_report.missing == ["s/more"]
-
-
 def test_a_fresh_optimizers_state_dict_is_filled_in_what_comes_back_without_a_registered_one(tmp_path: Path) -> None:
     def parts(lr: float) -> tuple[nn.Linear, torch.optim.Adam]:
         net = nn.Linear(2, 1)

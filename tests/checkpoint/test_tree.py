@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from syckpt import (
@@ -110,6 +113,31 @@ def test_an_item_without_a_layout_is_its_tensors_and_a_document_faithful_to_type
     assert model["tied"] is model["w"]
 
 
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.complex128]).map(lambda kind: torch.ones(2, 1).to(kind)),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 2), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(VALUES, VALUES)
+def test_any_value_can_be_put_together_from_its_files(first: Any, second: Any) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        tree = tree_of(make_commit(root, {"a": first, "b": second}))
+        assert same(value_of(tree, "a"), first)
+        assert same(value_of(tree, "b"), second)
+
+
 def test_a_tensor_of_two_items_has_in_each_file_the_name_that_it_has_there(tmp_path: Path) -> None:
     tree = tree_of(make_commit(tmp_path, {"ema": {"shadow": WEIGHT}, "model": {"w": WEIGHT}, "one": WEIGHT}))
     assert [set(load_safetensors(tree.read(f"{item}.safetensors"))) for item in ("ema", "model", "one")] == [{"shadow"}, {"w"}, {"one"}]
@@ -182,6 +210,13 @@ def test_a_file_of_one_rank_holds_what_that_rank_had(form: SerializationFormat, 
         found = read(tree.read(f"rank_{rank}/model.bin"))
         assert same(dict(sorted(found.items())), {"b": torch.full((2,), 7.0), "w": part})
     assert [(file.rank, file.item) for file in tree.files() if file.path == "rank_1/model.bin"] == [(1, "model")]
+
+
+def test_a_rank_that_stored_nothing_of_a_tensor_in_parts_shows_all_of_it(tmp_path: Path) -> None:
+    layout = config(model=LayoutInfo("model_{rank}.pt", TorchSerialization()))
+    tree = tree_of(make_commit(tmp_path, *[{"model": {"w": WEIGHT[:2]}}] * 3, shards={"model/w": 0}, specs=layout))
+    found = [torch.load(io.BytesIO(tree.read(f"model_{rank}.pt")), weights_only=True)["w"] for rank in range(3)]
+    assert [value.tolist() for value in found] == [[[0.0, 1.0]], [[2.0, 3.0]], [[0.0, 1.0], [2.0, 3.0]]]
 
 
 def test_a_file_without_rank_holds_the_union_of_keys_and_full_tensors(tmp_path: Path) -> None:
@@ -297,6 +332,15 @@ def test_an_item_that_is_not_what_its_layout_says_fails_alone(node: Any, layout:
     with pytest.raises((IntegrityError, StateError)):
         tree.read("x")
     assert json.loads(tree.read("other.json"))["value"] == 1
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../b", "x\x1b[2J", "y" * 300])
+def test_no_name_in_a_commit_leads_out_of_a_checkout(name: str, tmp_path: Path) -> None:
+    repository = make_commit(tmp_path, {"m": 1})
+    content = Content(Reader(repository), history.resolve(repository, "HEAD"))
+    content.items[0][name] = 1
+    with pytest.raises(IntegrityError, match="cannot be a file's path"):
+        Tree(content)
 
 
 # --- outside of the repository ----------------------------------------------------------------------------------------------------------

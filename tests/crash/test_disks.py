@@ -41,15 +41,18 @@ def assert_goes_on(victims: Victims, root: Path, steps: list[int]) -> None:
 
 
 @mounts
-def test_a_disk_of_one_megabyte_fills_up(victims: Victims, tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "size=1m") as disk:
+@pytest.mark.parametrize(("size", "least"), [("size=1m", 0), ("size=3m", 2)])
+def test_a_small_disk_fills_up(victims: Victims, tmp_path: Path, size: str, least: int) -> None:
+    with tmpfs(tmp_path / "disk", size) as disk:
         root = disk / "run"
         step = OLD
         while is_id(outcome := victims.run("syckpt", "save once", root, step=step)):
             step += 1
             assert step < 20
         assert re.match(r"StoreError: .*\.syckpt: \d+ bytes are free on its file system, and this save may take up to \d+", outcome)
-        assert victims.run("syckpt", "load", root) == {"step": step - 1, "exact": True}
+        assert step > least
+        if step > OLD:
+            assert victims.run("syckpt", "load", root) == {"step": step - 1, "exact": True}
         remount(disk, "size=16m")
         assert_goes_on(victims, root, list(range(step - 1, 0, -1)))
 
@@ -144,3 +147,30 @@ def test_a_loss_of_power_before_any_sync_or_name_leaves_the_old_commit_or_the_ne
             seen.append(tip["step"])
             assert_goes_on(victims, found / "run", list(range(tip["step"], 0, -1)))
     assert set(seen) == {OLD, NEW}
+
+
+@mounts
+@pytest.mark.skipif(STRACE is not None, reason=str(STRACE))
+def test_a_loss_of_power_while_old_commits_go_leaves_the_kept_one_whole(victims: Victims, tmp_path: Path) -> None:
+    image = Image(tmp_path / "base.img")
+    with image.mounted(tmp_path / "disk") as disk:
+        assert all(map(is_id, victims.run("syckpt", "grow", disk / "run", steps=4)))
+    log = str(tmp_path / "log")
+    traced = image.cut_off(tmp_path / "traced.img")
+    with traced.mounted(tmp_path / "disk") as disk:
+        pid = victims.start("syckpt", "clean", disk / "run")
+        with strace(f"trace={CHANGES}", pid=pid, log=log):
+            assert (victims.go() or {}).get("value") == []
+    points = [call for call in calls_of(log) if call.name in ("fsync", "linkat", "unlink", "unlinkat")]
+    assert len(points) > 20
+    for call in points:
+        live = image.cut_off(tmp_path / "live.img")
+        with live.mounted(tmp_path / "disk") as disk:
+            pid = victims.start("syckpt", "clean", disk / "run")
+            with strace(f"inject={call.name}:signal=SIGKILL:when={call.number}", pid=pid):
+                victims.go()
+            cut = live.cut_off(tmp_path / "cut.img")
+        with cut.mounted(tmp_path / "cut") as found:
+            assert victims.run("syckpt", "load", found / "run") == {"step": 4, "exact": True}, call
+            assert victims.run("syckpt", "clean", found / "run", later_s=2 * 86400) == []
+            assert_goes_on(victims, found / "run", [4])

@@ -98,6 +98,51 @@ def test_a_process_killed_before_any_system_call_leaves_the_old_commit_or_the_ne
     assert wrong == []
 
 
+# -- while old commits go ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown(victims: Victims, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("grown") / "run"
+    assert all(map(is_id, victims.run("syckpt", "grow", root, steps=4)))
+    return root
+
+
+def test_retention_gc_and_repack_killed_before_any_system_call_leave_the_kept_commit_whole(
+    victims: Victims, grown: Path, tmp_path: Path
+) -> None:
+    root = copy(grown, tmp_path / "traced")
+    pid = victims.start("syckpt", "clean", root)
+    with strace(f"trace={CHANGES}", pid=pid, log=str(tmp_path / "log")):
+        assert (victims.go() or {}).get("value") == []
+    calls = [call for call in calls_of(str(tmp_path / "log")) if call.name != "write"]
+    assert {"unlinkat", "linkat", "fsync"} <= {call.name for call in calls}
+    wrong = []
+    for call in calls:
+        root = copy(grown, tmp_path / f"{call.name}-{call.number}")
+        pid = victims.start("syckpt", "clean", root)
+        with strace(f"inject={call.name}:signal=SIGKILL:when={call.number}", pid=pid):
+            victims.go()
+        tip = victims.run("syckpt", "load", root)
+        again = victims.run("syckpt", "clean", root, later_s=2 * 86400)
+        found = victims.run("syckpt", "after", root, step=NEXT)
+        expected = {
+            "commits": [{"step": 4, "exact": True}],
+            "before": [],
+            "tip": {"step": NEXT, "exact": True},
+            "errors": [],
+            "leftovers": [],
+        }
+        saved = found.pop("saved") if isinstance(found, dict) else None
+        if tip != {"step": 4, "exact": True} or again != [] or not is_id(saved) or found != expected:
+            wrong.append(f"{call}: {tip}, {again}, {saved}, {found}")
+        shutil.rmtree(root)
+    assert wrong == []
+
+
+# -- calls that fail -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_a_call_that_fails_fails_at_most_its_save_and_the_next_save_works(
     victims: Victims, base: Path, calls: list[Call], tmp_path: Path, error: str

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ import syckpt
 from syckpt import CheckpointManager
 from syckpt.errors import SyckptError
 from syckpt.repo import history
+from syckpt.repo.collection import collect
+from syckpt.repo.repacking import repack
 from syckpt.repo.repository import Repository
+from syckpt.repo.retention import Retention, retain
 from syckpt.repo.verify import verify
 from syckpt.stores.base import parse_root
 from syckpt.testing.scenes import leftovers, register, same, state_at, stranger
@@ -77,8 +81,13 @@ def syckpt_save(directory: str, step: int) -> Any:
         return [first, _save(ckpt, step + 1)]
 
 
-def syckpt_save_once(directory: str, step: int, *, big: bool = False) -> Any:
+def syckpt_save_once(directory: str, step: int, *, big: bool = False, file_nbytes: int | None = None) -> Any:
     ckpt = _manager(directory, big=big)
+    if file_nbytes is not None:
+        # The writer alone: for the trainer, staging memory counts as a file.
+        ckpt.prewarm()
+        (writer,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        resource.prlimit(int(writer), resource.RLIMIT_FSIZE, (file_nbytes, file_nbytes))
     outcome = _save(ckpt, step, big=big)
     ckpt.close()
     return outcome
@@ -102,7 +111,7 @@ def syckpt_resume(directory: str, *, big: bool = False) -> Any:
 def syckpt_after(directory: str, step: int) -> Any:
     """Look at everything that is there, then resume and save; return what was found."""
     repository = Repository.open(parse_root(directory))
-    commits = [_exact(syckpt.load(directory, commit.id)) for commit in history.log(repository)]
+    commits = [_exact(syckpt.load(directory, commit.id)) for commit in history.log(repository) if not commit.dropped]
     before = verify(repository).errors
     with _manager(directory) as ckpt:
         saved = _save(ckpt, step)
@@ -115,6 +124,20 @@ def syckpt_after(directory: str, step: int) -> Any:
         "errors": verify(after).errors,
         "leftovers": leftovers(Path(directory)),
     }
+
+
+def syckpt_grow(directory: str, steps: int) -> Any:
+    """Save several commits, of which each holds bytes of the first."""
+    with _manager(directory) as ckpt:
+        return [_save(ckpt, step) for step in range(1, steps + 1)]
+
+
+def syckpt_clean(directory: str, *, later_s: float = 0.0) -> Any:
+    """Keep only the newest commit, and give back all other bytes."""
+    repository = Repository.open(parse_root(directory))
+    retain(repository, "main", Retention(last=1))
+    repack(repository, dead_share=0.0)
+    return list(map(str, collect(repository, now_s=time.time() + later_s).unreachable))
 
 
 def syckpt_verify(directory: str) -> Any:
@@ -155,6 +178,8 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "syckpt load": syckpt_load,
     "syckpt resume": syckpt_resume,
     "syckpt after": syckpt_after,
+    "syckpt grow": syckpt_grow,
+    "syckpt clean": syckpt_clean,
     "syckpt verify": syckpt_verify,
     "torch.save save once": torch_save,
     "torch.save load": torch_load,
@@ -167,14 +192,13 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 def _child(order: dict[str, Any], gate: int, answer: int) -> None:
     os.read(gate, 1)
-    limit = order.pop("file_nbytes", None)
-    if limit is not None:
+    if order["system"] != "syckpt" and (limit := order.pop("file_nbytes", None)) is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     action = ACTIONS[f"{order.pop('system')} {order.pop('action')}"]
     try:
         result = {"value": action(**order)}
-    except Exception as exc:  # noqa: BLE001 - the others raise whatever they like; all of it is an answer
+    except BaseException as exc:  # noqa: BLE001 - the others raise whatever they like (DCP no Exception); all of it is an answer
         result = {"error": f"{type(exc).__name__}: {exc}"[:500]}
     os.write(answer, json.dumps(result).encode())
 

@@ -29,8 +29,9 @@ with instrumented:
     from syckpt import codecs
     from syckpt.codecs import zstd
     from syckpt.errors import SyckptError
+    from syckpt.files import header
     from syckpt.hyperparams.config import HyperConfig
-    from syckpt.objects import canonical, nodes
+    from syckpt.objects import address, canonical, nodes
     from syckpt.objects.commit import Commit
     from syckpt.objects.locations import Locations
     from syckpt.objects.manifest import Manifest
@@ -135,6 +136,17 @@ def repository(data: bytes) -> None:
     found.refs.head(f"heads/{found.head_branch()}")
 
 
+def file_header(data: bytes) -> None:
+    header.parse(len(data).to_bytes(8, "little") + data, where="fuzz")
+
+
+def file_content(data: bytes) -> None:
+    """A header whose document is sealed, so that its content is looked at."""
+    document = sealed(b'{"content":' + data + b',"kind":"file","signature":null,"version":1}')
+    text = json.dumps({"__metadata__": {"syckpt": document.decode("latin-1")}}).encode()
+    header.parse(len(text).to_bytes(8, "little") + text, where="fuzz")
+
+
 DECODERS: tuple[Callable[[bytes], None], ...] = (
     unseal,
     unseal_sealed,
@@ -147,6 +159,8 @@ DECODERS: tuple[Callable[[bytes], None], ...] = (
     frame,
     node,
     repository,
+    file_header,
+    file_content,
 )
 
 
@@ -178,6 +192,16 @@ def seeds() -> Iterator[tuple[Callable[[bytes], None], bytes]]:
             yield unseal_sealed, body
             for decoder in (manifest, locations, commit, records, node):
                 yield decoder, body
+    records_of = [("a", "float32", (3, 4), 48), ("b", "bfloat16", (2**20,), 2**21), ("c", "bits8", (0,), 0)]
+    made, begin = [], 0
+    for name, kind, shape, nbytes in records_of:
+        leaves = [address.leaf(bytes(min(nbytes - at, 1 << 20))) for at in range(0, nbytes, 1 << 20)]
+        digest = address.address(kind, shape, b"".join(leaves))
+        made.append(header.Record(name, kind, shape, digest, b"".join(leaves) if len(leaves) > 1 else b"", begin))
+        begin += nbytes
+    contents = header.Contents(tuple(made), (("d", "a"),))
+    yield file_header, header.render(contents)[8:]
+    yield file_content, canonical.dumps(contents.to_body())
     workspace = codecs.Workspace()
     for width, code in ((1, 0), (2, 1), (4, 2), (8, 3)):
         for raw in (BASE, bytes(4096), os.urandom(4096), BASE[:4000] + bytes(96)):

@@ -35,7 +35,8 @@ manifests = st.builds(
     Manifest,
     rank=st.integers(0, 3),
     world_size=st.integers(1, 4),
-    entries=st.lists(entries(), max_size=6).map(tuple),
+    # Entries of one path are boxes of one tensor, or they are refused.
+    entries=st.lists(entries(), max_size=6, unique_by=lambda entry: repr(entry.path)).map(tuple),
     items=st.dictionaries(st.text(max_size=3), st.none() | st.integers(0, 9)),
     rng=st.none(),
 )
@@ -201,3 +202,32 @@ def test_many_tensors_are_read_quickly():
     started = time.process_time()
     assert Manifest.from_body(body, where="m").entries == made
     assert time.process_time() - started < 2
+
+
+def test_entries_of_one_path_are_boxes_of_one_tensor():
+    halves = [Entry(("a",), "uint8", (4,), Box((at,), (2,)), bytes([at]) * 32) for at in (0, 2)]
+    good = Manifest(0, 1, tuple(halves), {"m": {"tensor": 0}}, None)
+    assert Manifest.from_body(good.to_body(), where="m") == good
+    for other in (Entry(("a",), "int8", (4,), halves[1].box, b"x" * 32), Entry(("a",), "uint8", (5,), halves[1].box, b"x" * 32)):
+        with pytest.raises(IntegrityError, match="several tensors at"):
+            Manifest.from_body(Manifest(0, 1, (halves[0], other), {}, None).to_body(), where="m")
+    whole = Entry(("a",), "uint8", (4,), None, b"x" * 32)
+    with pytest.raises(IntegrityError, match="several tensors at"):
+        Manifest.from_body(Manifest(0, 1, (whole, whole), {}, None).to_body(), where="m")
+
+
+@pytest.mark.parametrize(
+    "node", [{"tensor": 1}, {"tensor": -1}, {"tensor": True}, {"list": [{"ndarray": [5, "<f4", "C"]}]}, {"tensor": "0"}]
+)
+def test_nodes_name_entries_of_their_manifest(node):
+    entry = Entry(("a",), "uint8", (4,), None, b"x" * 32)
+    with pytest.raises(IntegrityError, match=r"a node names entry .* of 1"):
+        Manifest.from_body(Manifest(0, 1, (entry,), {"m": node}, None).to_body(), where="m")
+
+
+def test_nodes_nested_too_deep_are_refused_before_anything_recurses_into_them():
+    node = None
+    for _ in range(202):
+        node = {"list": [node]}
+    with pytest.raises(IntegrityError, match="nested deeper than 200"):
+        Manifest.from_body(Manifest(0, 1, (), {"m": node}, None).to_body(), where="m")

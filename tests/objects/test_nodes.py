@@ -491,3 +491,11 @@ def test_walk_yields_leaves_in_order_and_empty_containers() -> None:
         (("item", 4, "x"), 5),
         (("item", 4, "y", 0), 6),
     ]
+
+
+def test_an_integer_of_absurd_length_is_refused_at_the_save_and_when_read():
+    with pytest.raises(StateError, match=r"a.*an integer of 66439 bits cannot be carried"):
+        nodes.encode({"a": [10**20000]})
+    with pytest.raises(IntegrityError, match="malformed node int"):
+        nodes.decode({"int": "9" * 10_001})
+    assert nodes.decode({"int": "9" * 9_000}) == 10**9000 - 1

@@ -279,3 +279,10 @@ def test_a_long_list_of_other_values_is_cut_an_item(desk):
     assert lines[-2:] == ["  ~ y: other values, float64 [1]", "  ~ m/...: other values in 3 more"]
     assert len(lines) == 2 + 20 + 2
     assert len(diff(desk.repository, a, b).tensors.changed) == 24
+
+
+def test_long_values_are_cut_and_no_integer_is_too_long(desk):
+    a, b = (commit_of(desk, {"text": mark * 1000, "big": 10**5000 + value}) for mark, value in (("a", 1), ("b", 2)))
+    found = diff(desk.repository, a, b)
+    assert found.items.changed == {"text": ("a" * 1000, "b" * 1000), "big": (10**5000 + 1, 10**5000 + 2)}
+    assert str(found.items) == f"~ big: <int> -> <int>\n~ text: '{'a' * 196}... -> '{'b' * 196}..."

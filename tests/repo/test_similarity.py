@@ -99,6 +99,14 @@ def test_an_unfinished_save_and_a_damaged_record_are_left_out(desk, caplog):
     assert key in caplog.text
 
 
+def test_a_configuration_that_no_script_could_have_written_is_left_out(desk, caplog):
+    desk.open()
+    good = save(desk, BASE)
+    odd = desk.save(config={"dict": [["x", {"set": [1]}]]})
+    assert [one.commit.id for one in similar(desk.repository, BASE)] == [good.id]
+    assert f"the configuration of commit {odd.id} cannot be compared: x: a set cannot be a hyperparameter" in caplog.text
+
+
 def test_nothing_is_similar_in_an_empty_repository_and_nonsense_is_refused(desk):
     assert similar(desk.repository, BASE) == []
     with pytest.raises(StateError, match="k=0"):

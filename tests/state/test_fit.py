@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -350,12 +351,17 @@ def test_numpy_arrays_are_filled_in_place(array: Any) -> None:
         assert result is live or not (live.flags.c_contiguous and array.flags.c_contiguous)
 
 
-def test_numpy_arrays_that_torch_cannot_write_to_come_as_new() -> None:
+def test_numpy_arrays_that_torch_cannot_write_to_are_filled_all_the_same_but_read_only_ones_come_as_new() -> None:
     frozen = np.zeros(3)
     frozen.flags.writeable = False
-    result = Saved([np.arange(3.0), np.arange(3)]).load([frozen, np.zeros(3, int)[::-1]])
-    assert result[0] is not frozen
-    assert [array.tolist() for array in result] == [[0.0, 1.0, 2.0], [0, 1, 2]]
+    packed = np.zeros(3, [("a", "i1"), ("b", "<f4"), ("c", ">f4")])
+    live = [frozen, np.zeros(3, int)[::-1], packed["b"], packed["c"]]
+    result = Saved([np.arange(3.0), np.arange(3), np.arange(3, dtype="<f4"), np.arange(3, 6, dtype=">f4")]).load(live)
+    assert [array is target for array, target in zip(result, live, strict=True)] == [False, True, True, True]
+    assert [array.tolist() for array in result] == [[0.0, 1.0, 2.0], [0, 1, 2], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert packed.tolist() == [(0, 0.0, 3.0), (0, 1.0, 4.0), (0, 2.0, 5.0)]
+    plan = Saved(np.arange(3)).fit(np.zeros(3, np.int32)[::-1])
+    assert plan.mismatched == ["item: expected numpy int32 [3], found numpy int64 [3]"]
 
 
 def test_a_selection_fills_only_what_it_names() -> None:
@@ -426,3 +432,87 @@ def test_fitting_a_value_to_itself_changes_nothing() -> None:
     assert result["m"]["weight"] is value["m"]["weight"]  # type: ignore[index]
     assert canonical.dumps(flatten({"item": result}).nodes) == canonical.dumps(flatten({"item": value}).nodes)
     assert unflatten(saved.node, saved.tensors.__getitem__)[3][1]["x"][1] is None
+
+
+class Shade(enum.Enum):
+    DARK = 1
+
+
+def test_a_member_of_another_enum_with_the_same_value_does_not_fit_but_a_renamed_enum_or_member_does() -> None:
+    assert Saved(Color.RED).fit(Shade.DARK).mismatched == ["item: expected a member of Shade, found Color.RED"]
+    renamed = enum.Enum("Hue", {"RED": 1})
+    assert Saved(Color.RED).load(renamed.RED) is renamed.RED
+    assert Saved(Color.RED).load(enum.Enum("Color", {"CRIMSON": 1}).CRIMSON).name == "CRIMSON"
+
+
+def test_what_is_read_as_a_plainer_value_is_told_by_path_also_inside_of_keys_and_sets() -> None:
+    value = {
+        "pairs": [Pair(1, Color.RED)],
+        "keys": {Color.BLUE: 1, (Pair(1, 2), 3): 2},
+        "set": frozenset({Color.RED}),
+        "default": defaultdict(list, a=[1]),
+        "plain": (1, {2}),
+    }
+    assert Saved(value).fit(None).plainer == {
+        "namedtuple Pair, read as a tuple": ["item/pairs/0", "item/keys/0"],
+        "member of the enum Color, read as its value": ["item/pairs/0/b", "item/keys", "item/set"],
+        "defaultdict, read without its factory": ["item/default"],
+    }
+    assert Saved(value).fit({**value, "keys": {}, "set": None}, select=lambda path: "pairs" in path).plainer == {}
+
+
+def test_as_saved_the_template_shows_types_and_the_rest_is_the_commits() -> None:
+    shared = torch.ones(2)
+    value = {"a": Pair(shared, Color.RED), "b": [Settings(shared), Settings(torch.zeros(3), 0.25)], "new": defaultdict(int, n=1), "n": 5}
+    live = torch.full((2,), 7.0)
+    template = {"a": Pair(live, Color.BLUE), "b": [Settings(live)], "gone": 1, "n": torch.zeros(1)}
+    saved = Saved(value)
+    result = saved.load(template, as_saved=True)
+    assert list(result) == ["a", "b", "new", "n"]
+    assert (type(result["a"]), result["a"].b, type(result["b"][0]), result["n"]) == (Pair, Color.RED, Settings, 5)
+    # New tensors, tied as they were; of the list's second element no type is shown.
+    assert result["a"].a is result["b"][0].weight
+    assert result["a"].a is not live
+    assert live.tolist() == [7.0, 7.0]
+    assert result["b"][1]["rate"] == 0.25
+    plan = saved.fit(template, as_saved=True)
+    assert plan.problems == []
+    assert plan.fills == []
+    assert plan.plainer == {"dataclass Settings, read as a dict": ["item/b/1"], "defaultdict, read without its factory": ["item/new"]}
+    # Another form altogether, and fields that the class has no more.
+    assert Saved({"x": (1, 2)}).load({"x": {"y": 1}}, as_saved=True) == {"x": (1, 2)}
+    other = dataclasses.make_dataclass("Settings", ["weight", "extra"])
+    assert Saved(Settings(shared)).load(other(1, 2), as_saved=True)["rate"] == 0.5
+
+
+def test_names_that_differ_by_wrappers_fit_a_state_dict_and_are_told() -> None:
+    saved = Saved({"module.w": torch.ones(2), "module.n": 3})
+    target = {"w": torch.zeros(2), "n": 0}
+    result = saved.load(target)
+    assert list(result) == ["w", "n"]
+    assert (target["w"].tolist(), result["n"]) == ([1.0, 1.0], 3)
+    assert saved.fit(target).renamed == [("item/w", "item/module.w"), ("item/n", "item/module.n")]
+    assert saved.fit({"w": 0, "n": 0}).unexpected == ["item/module.w", "item/module.n"]
+    assert saved.fit({"w": torch.zeros(3), "n": 0}).mismatched == ["item/module.w: expected float32 [3], found float32 [2]"]
+
+
+def test_extra_state_of_a_module_is_taken_in_the_form_that_it_has() -> None:
+    saved = Saved({"w": torch.ones(1), "a._extra_state": {"amax": [torch.ones(2)], "pair": Pair(1, 2)}})
+    target = {"w": torch.zeros(1), "a._extra_state": {"amax": [], "pair": Pair(0, 0), "old": 1}}
+    extra = saved.load(target)["a._extra_state"]
+    assert (list(extra), extra["amax"][0].tolist(), extra["pair"]) == (["amax", "pair"], [1.0, 1.0], Pair(1, 2))
+    assert saved.fit({"w": torch.zeros(1)}).unexpected == ["item/a._extra_state"]
+
+
+def test_what_a_dataclass_had_computed_is_not_kept() -> None:
+    @dataclasses.dataclass
+    class Sized:
+        items: list[int]
+
+        @functools.cached_property
+        def size(self) -> int:
+            return len(self.items)
+
+    target = Sized([1])
+    assert target.size == 1
+    assert Saved(Sized([1, 2, 3])).load(target).size == 3

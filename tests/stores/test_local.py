@@ -236,6 +236,23 @@ def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.Monke
     assert store.get("key") == b"\0patch" + b"".join(pieces)[6:]
 
 
+@pytest.mark.parametrize("count", [0, 8])
+def test_a_write_that_claims_nothing_or_too_much_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda file, vector, offset: count)
+    with pytest.raises(StoreError, match=f"{count} of 7 bytes were written, says the file system"):
+        store.create("key", b"content")
+    monkeypatch.undo()
+    assert store.list() == []
+
+
+def test_a_write_that_is_silently_lost_is_found_by_the_size(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda file, vector, offset: sum(map(len, vector)))
+    with pytest.raises(StoreError, match="has 0 bytes of the 7 that were written to it"):
+        store.create("key", b"content")
+    monkeypatch.undo()
+    assert store.list() == []
+
+
 def test_writes_end_at_multiples_of_8_mib_of_the_file(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
     ends = []
