@@ -251,7 +251,7 @@ class Items:
 
     def _leave_others(self, name: str, source: Source, names: Mapping[int, str], notes: list[str]) -> None:
         """On another number of ranks, leave alone parameters that are not this rank's, where only some ranks had them (pipeline stages)."""
-        if source.same_size:
+        if source.same_size or not source.has_others:
             return
         saved = [set(named_parameters(mine[name]) or ()) for mine in source.content.items.values() if name in mine]
         common = set.intersection(*saved) if len(saved) == len(source.content.items) else set()
@@ -307,7 +307,8 @@ class Items:
     def untemplate(self, name: str, loaded: Any) -> Any:
         """Invert `template` for what was loaded."""
         item = self._items.get(name)
-        if isinstance(item, torch.optim.Optimizer) and isinstance(loaded, Mapping) and "param_groups" in loaded:
+        is_state = isinstance(item, torch.optim.Optimizer) and isinstance(loaded, Mapping) and "param_groups" in loaded
+        if is_state and by_parameter.is_by_name(loaded):
             names = by_parameter.names_of(item, self._modules())
             if names is not None:
                 return by_parameter.by_index(dict(loaded), item, names)

@@ -208,6 +208,9 @@ class CheckpointManager:
             raise AttributeError(f"CheckpointManager.{name} is not in this version of syckpt")
         raise AttributeError(f"no item {name!r} is registered; registered: {', '.join(self._items.names()) or 'none'}")
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise StateError("a manager cannot be copied or pickled: it holds a branch and a process; make another one, on a branch of its own")
+
     def __delattr__(self, name: str) -> None:
         self.unregister(name)
 
@@ -550,15 +553,15 @@ class CheckpointManager:
     def create_branch(self, name: str, at: str = "HEAD") -> None:
         """Make a branch and write it from now on: at HEAD the state stays as it is, another revision is restored.
 
-        One that exists (a script that runs again) is gone on with: its tip is restored, after what is unsaved was saved; where nothing was
-        saved on it yet since it was made at HEAD, the state stays as it did then. Without any commit yet, the registered state is committed
-        first. `loop(epochs=n)` then counts n from the fork.
+        Progress that no commit has is committed first, on the branch that is left; so is the registered state without any commit yet.
+        A branch that exists (a script that runs again) is gone on with: its tip is restored; where nothing was saved on it yet, the state
+        stays, as it did when the branch was made. `loop(epochs=n)` then counts n from the fork.
         Raises: ConflictError for the name of a tag or commit; NotFoundError; StateError.
         """
         self._require_open()
 
-        def first_save() -> None:
-            self.save(message=f"start of {self.branch}", epoch_end=False, wait=True)
+        def first_save() -> PendingCommit | None:
+            return self.save(message=f"start of {self.branch}", wait=True)
 
         self._standing.create_branch(name, at, first_save=first_save, save_unsaved=lambda: self._save_unsaved(name))
 

@@ -73,7 +73,7 @@ def _why(repository: Repository, commit: str) -> str:
     key = f"objects/{commit}.damaged"
     try:
         why = documents.read(repository.store, key, kind="mark")[0].get("why")
-        return f"{key} says {why}; delete that file if `syckpt verify {commit}` finds the commit whole again"
+        return f"{key} says {why}; `syckpt verify {commit}` removes that mark if it finds the commit whole again"
     except (IntegrityError, NotFoundError):
         return f"{key} does not say why"
 

@@ -218,9 +218,7 @@ class Saves:
         self._ledger.announce(pending, name=request.name, tags=capture.tags)
         return pending
 
-    def _decide(
-        self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str], hyper: HyperConfig
-    ) -> dict[str, Any]:
+    def _decide(self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str], hyper: HyperConfig) -> dict[str, Any]:
         """Rank 0: whether all ranks save the same thing, and under which id."""
         if failed := _failures(values):
             return {"failed": failed}

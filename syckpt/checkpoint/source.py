@@ -50,6 +50,8 @@ class Source:
         self.rank = rank
         self.same_size = world_size == commit.world_size
         """Whether the reader is a rank of a job of the size that saved: then what ranks kept for themselves is exactly theirs."""
+        self.has_others = (world_size or 1) > 1
+        """Whether there are ranks that may have what this one has not."""
         self.entries = self.content.entries
         """The tensors; nodes count them."""
         self.shared = len(self.entries)
@@ -125,7 +127,7 @@ class Source:
 
     def of_some_ranks(self, path: str) -> bool:
         """Whether only some of the ranks that saved had that path, and this reader need not have it either (a stage, an expert)."""
-        return any(path == part or path.startswith(f"{part}/") for part in self._of_some)
+        return self.has_others and any(path == part or path.startswith(f"{part}/") for part in self._of_some)
 
     def windowed(self, node: Node, path: KeyPath, declared: Mapping[str, ShardingMetadata]) -> Node:
         """Return a node, at that path, whose tensors are only the one box each that is declared of them, by path text."""

@@ -19,7 +19,7 @@ from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, IntegrityError, StateError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
-from syckpt.repo import branches, history, receipts
+from syckpt.repo import branches, history, leases, receipts
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold
 
@@ -128,10 +128,13 @@ class Standing:
         self._check(commit, call=call)
         self._restore(commit, call=call)
 
-    def create_branch(self, name: str, at: str, *, first_save: Callable[[], object], save_unsaved: Callable[[], object]) -> None:
+    def create_branch(
+        self, name: str, at: str, *, first_save: Callable[[], PendingCommit | None], save_unsaved: Callable[[], object]
+    ) -> None:
         """Make a branch and go there: at HEAD the state stays, elsewhere it is restored; a branch that exists is gone on with.
 
-        `first_save` commits the state where nothing has been committed yet, `save_unsaved` before it is replaced by another one.
+        `first_save` commits the state where nothing has been committed yet; `save_unsaved` commits progress that no commit has, before it
+        is replaced, and before a branch is made of it: a branch begins at a commit, and a script that runs again has to find that one.
         """
         self._saver.require_own_process()
         self._refuse_torn()
@@ -146,17 +149,23 @@ class Standing:
         if told["restore"]:
             self._check(commit, call=call)
             save_unsaved()
+        elif told["fork"] is None and told["commit"] is not None:
+            save_unsaved()
+            commit = self._ledger.parent
+        assert commit is not None
         fork = told["fork"]
         if fork is None:
-            fork = self._agree("create_branch()", lambda: self._fork(name, commit), at="fork")["fork"]
+            start = commit
+            fork = self._agree("create_branch()", lambda: self._fork(name, start), at="fork")["fork"]
         self._forks[name] = fork
         self._switch(name, commit)
         if told["restore"]:
             self._restore(commit, call=call)
 
     def _look(self, name: str, at: str) -> _Decision:
-        """Rank 0: where a branch stands (`fork`: the epoch at which it began), or is to begin (None: at a save that is still to be made)."""
+        """Rank 0: where a branch is (`fork`: the epoch at which it began), or is to begin (None: at a save that is still to be made)."""
         here, parent = at == "HEAD", self._ledger.parent
+        leases.await_drain(self._repository, name)
         if name in branches.names(self._repository):
             tip = history.tip(self._repository, name)
             # A script that was cut off right after it had made the branch, at this very commit: nothing was saved on it yet.
@@ -178,17 +187,17 @@ class Standing:
         branches.create(self._repository, name, commit, run=self._seat.start.run)
         return {"fork": _next_epoch(commit)}
 
-    def _first_commit(self, name: str, save: Callable[[], object]) -> str | None:
+    def _first_commit(self, name: str, save: Callable[[], PendingCommit | None]) -> str | None:
         """Commit the state that no commit has, on the branch as it is, and return its id.
 
         Where others are writing that one (the scripts of a sweep begin at once), it begins the branch `name` instead: None.
         """
         try:
-            save()
+            pending = save()
+            assert pending is not None  # skipped: nothing else is in hand
+            return pending.result().id
         except ConflictError as exc:
             _log.info("branch %r begins with a commit of its own: %s", name, exc)
-        else:
-            return self._ledger.parent
 
         def keep_head() -> _Decision:
             if self._repository.store.size("HEAD") is None:
@@ -206,7 +215,13 @@ class Standing:
         self._saver.require_own_process()
         if name == self.branch:
             save_unsaved()
-        commit = self._agree("checkout_branch()", lambda: {"commit": history.tip(self._repository, name).id}, at=name)["commit"]
+
+        def decide() -> _Decision:
+            if ids.is_name(name):  # The writer of a script that died may still be at work there.
+                leases.await_drain(self._repository, name)
+            return {"commit": history.tip(self._repository, name).id}
+
+        commit = self._agree("checkout_branch()", decide, at=name)["commit"]
         call = f"checkout_branch({name!r})"
         self._check(commit, call=call)
         if name != self.branch:

@@ -20,7 +20,7 @@ from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
 from syckpt.objects.manifest import Entry, Manifest
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, dropped_error
 from syckpt.repo.signing import Trusted, require_signed
 
 __all__ = ["Place", "Reader", "Snapshot"]
@@ -111,7 +111,15 @@ class Reader:
             require_signed(self.repository, commit, self.trusted)
             self._signed.add(commit.seal)
         manifest = self.repository.read_manifest(commit, rank)
-        locations = self.table((commit.id, rank))
+        try:
+            return self._placed(commit, manifest, self.table((commit.id, rank)))
+        except IntegrityError:
+            if "dropped" in self.repository.marks(commit.id):
+                raise dropped_error(commit.id) from None  # Between the manifest and this, its files went.
+            raise
+
+    def _placed(self, commit: Commit, manifest: Manifest, locations: Locations) -> Snapshot:
+        rank = manifest.rank
         where = f"objects/{commit.id}/r{rank:05d}.locations.{locations.revision:04d}"
         distinct = manifest.distinct()
         if locations.manifest_seal != dict(commit.manifests)[rank] or len(locations.at) != len(distinct):
@@ -213,17 +221,15 @@ class Reader:
 
     def read_block(self, entry: Entry, place: Place, index: int) -> memoryview:
         """Return the verified raw bytes of one block, in this thread's buffer: valid until its next call."""
-        try:
-            return self._read_block(entry, place, index)
-        except _BlobMissing as exc:
-            # Repack publishes where the bytes are now before it deletes a blob.
-            newer, missing = self.moved(place), exc
-        try:
-            if newer is not None:
-                return self._read_block(entry, newer, index)
-        except _BlobMissing as exc:
-            missing = exc
-        raise IntegrityError(f"{missing}; run `syckpt verify`") from missing
+        while True:
+            try:
+                return self._read_block(entry, place, index)
+            except _BlobMissing as exc:
+                # Repack publishes where the bytes are now before it deletes a blob.
+                newer = self.moved(place)
+                if newer is None:
+                    raise IntegrityError(f"{exc}; run `syckpt verify`") from exc
+                place = newer
 
     def _read_block(self, entry: Entry, place: Place, index: int) -> memoryview:
         out = memoryview(self._buffers.block)[: min(BLOCK_NBYTES, entry.nbytes - index * BLOCK_NBYTES)]

@@ -37,12 +37,22 @@ class Refs:
     def numbers(self, ref: str) -> list[int]:
         """Return the numbers of a ref's records, ascending. Raises: IntegrityError when one is missing in between."""
         prefix = self._prefix(ref)
-        return self._without_gaps(ref, [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))])
+        found = self._without_gaps(ref, [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))])
+        # Listings of network file systems may lag; a look at the next name does not.
+        following = found[-1] + 1 if found else 1
+        while self._store.size(self.key(ref, following)) is not None:
+            found.append(following)
+            following += 1
+        return found
 
     def _without_gaps(self, ref: str, found: list[int]) -> list[int]:
         if found and found[-1] - found[0] + 1 != len(found):
-            missing = sorted(set(range(found[0], found[-1])) - set(found))
-            raise IntegrityError(f"{self.key(ref, missing[0])}: missing, while later records of {ref} exist: a record was lost")
+            # A listing is of no one moment: it may show a record, and not the one that was made just before it.
+            present = set(found)
+            for number in range(found[0], found[-1]):
+                if number not in present and self._store.size(self.key(ref, number)) is None:
+                    raise IntegrityError(f"{self.key(ref, number)}: missing, while later records of {ref} exist: a record was lost")
+            return list(range(found[0], found[-1] + 1))
         return found
 
     def heads(self, kind: str, *, problems: list[IntegrityError] | None = None) -> dict[str, RefRecord]:
@@ -88,10 +98,10 @@ class Refs:
 
     def _newest(self, ref: str, numbers: list[int]) -> RefRecord | None:
         newest = self.read(ref, numbers[-1]) if numbers else None
-        self._check_copy(ref, newest, numbers)
+        self._check_copy(ref, newest)
         return newest
 
-    def _check_copy(self, ref: str, newest: RefRecord | None, numbers: list[int]) -> None:
+    def _check_copy(self, ref: str, newest: RefRecord | None) -> None:
         if not ref.startswith("heads/"):
             return
         key = f"refs/{ref.partition('/')[0]}/{ids.key_component(ref.partition('/')[2])}"
@@ -102,6 +112,8 @@ class Refs:
         # The copy follows the records, so it may lag (a kill in between); it can name nothing that no record names.
         if newest is not None and copy == (newest.commit or ""):
             return
+        # Listed again: the copy may be that of a record made since.
+        numbers = self.numbers(ref)
         if not any(self.read(ref, number).commit == copy for number in reversed(numbers)):
             raise IntegrityError(
                 f"{key}: names {copy[:40]!r}, which no record names: {self.key(ref, numbers[-1] + 1 if numbers else 1)} was lost or this"

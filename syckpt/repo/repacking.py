@@ -116,7 +116,7 @@ def plan_sweeps(
 ) -> tuple[Sweep, ...]:
     """Return what there is to do for every dropped commit; with `dropping`, as if those were dropped already."""
     sight = survey.look()
-    settled = set(dropping) | {commit for commit in sight.recorded if survey.is_settled(commit, now_s=now_s)}
+    settled = set(dropping) | survey.settled(sight.recorded, now_s=now_s)
     needed = survey.needed(sight.recorded - settled, continued=sight.continued)
     return tuple(
         found
@@ -254,6 +254,13 @@ def _rewrite(repository: Repository, rewrite: Rewrite) -> None:
         if made is not None:
             store.delete(made.key)
         raise ConflictError(f"{old_key}: another process has just repacked {rewrite.commit}") from None
+    newest = repository.read_locations(rewrite.commit, rewrite.rank)
+    if newest.revision != rewrite.revision:
+        # This process was stopped: others have used the number and removed it, so it could be made again, or went on from it meanwhile.
+        store.delete(locations_key(rewrite.commit, rewrite.rank, rewrite.revision))
+        if made is not None and made.key not in {blob.key for blob in newest.blobs}:
+            store.delete(made.key)
+        raise ConflictError(f"{old_key}: other processes have repacked {rewrite.commit} meanwhile")
     named = {blob.key for blob in blobs}
     for key in store.list(f"objects/{rewrite.commit}/"):
         match = _OWN.fullmatch(key)

@@ -228,7 +228,8 @@ class Keeper:
 
     def _sweeps(self, sight: Sight) -> list[Sweep]:
         mine = [commit.id for commit in self._made(sight) if commit.dropped]
-        todo = [commit for commit in mine if commit not in self._swept and self._survey.is_settled(commit)]
+        settled = self._survey.settled(commit for commit in mine if commit not in self._swept)
+        todo = [commit for commit in mine if commit in settled]
         if not todo:
             return []
         needed = self._needed(sight, ())
@@ -237,7 +238,7 @@ class Keeper:
         return [sweep for sweep in found if not sweep.is_empty]
 
     def _needed(self, sight: Sight, dropping: Iterable[str]) -> Rows:
-        gone = set(dropping) | {commit for commit in sight.recorded if self._survey.is_settled(commit)}
+        gone = set(dropping) | self._survey.settled(sight.recorded)
         return self._survey.needed(sight.recorded - gone, continued=sight.continued)
 
     def _plan(self, sight: Sight) -> Plan:

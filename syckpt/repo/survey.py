@@ -6,6 +6,7 @@ cannot be read is an error: nothing may be removed by someone who has not seen w
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ __all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop",
 SETTLED_AFTER_S = 3600.0
 """A mark younger than this may be taken back by whoever made it; others leave that commit's bytes alone."""
 _SECOND_THOUGHTS_S = 60.0
+_log = logging.getLogger("syckpt")
 _RECORD = re.compile(r"logs/refs/([a-z]+)/([^/]+)/(\d{12})\.json")
 _COPY = re.compile(r"refs/(heads)/([^/]+)")
 
@@ -81,6 +83,12 @@ class Sight:
         return frozenset(tips | self.used)
 
     @property
+    def named(self) -> frozenset[str]:
+        """The commits that a branch (as tip or fork point), a tag or a save under way names."""
+        refs = [ref for ref in self.refs.values() if ref.kind != "names"]
+        return frozenset(commit for ref in refs for commit in (ref.commit, ref.fork) if commit is not None) | self.used
+
+    @property
     def used(self) -> frozenset[str]:
         """The commits that saves under way may point into."""
         return frozenset(commit for intent in self.intents for commit in intent.uses)
@@ -120,7 +128,8 @@ class Survey:
         found: dict[str, Ref] = {}
         for name, present in numbers.items():
             if present != list(range(1, len(present) + 1)):
-                refs.numbers(name)
+                present = refs.numbers(name)  # raises, unless the listing was made while records were
+            if present[0] != 1:
                 raise IntegrityError(f"{refs.key(name, 1)}: missing, while later records of {name} exist: a record was lost")
             known = self._records[name]
             for number in present[len(known) :]:
@@ -149,16 +158,32 @@ class Survey:
         """Whether a commit is marked as dropped."""
         return commit in self._settled or self.repository.store.size(mark_key(commit)) is not None
 
-    def is_settled(self, commit: str, *, now_s: float | None = None) -> bool:
-        """Whether a commit is dropped for good: marked by this survey's owner, by a process that is dead, or more than an hour ago."""
-        if commit not in self._settled:
-            marked_s = self.repository.store.modified_s(mark_key(commit))
-            if marked_s is None:
-                return False
-            if (time.time() if now_s is None else now_s) - marked_s < SETTLED_AFTER_S and not self._marker_is_dead(commit):
-                return False
-            self.settle(commit)
-        return True
+    def settled(self, commits: Iterable[str], *, now_s: float | None = None) -> set[str]:
+        """Return those of the commits that are dropped for good: marked by this survey's owner, or by another who takes no mark back.
+
+        That one may have died before its second look, and somebody may have named the commit just before the mark. Whoever names it
+        behind the mark sees it, and lets go; so a look behind the mark tells. Raises: IntegrityError.
+        """
+        asked = set(commits)
+        left = {commit for commit in asked - self._settled if self._is_left(commit, now_s=now_s)}
+        named = self.look().named if left else frozenset()
+        for commit in left:
+            if commit in named:
+                _log.warning(
+                    "%s: left by a process that did not look again, on a commit that a branch, a tag or a save names: its bytes stay; with"
+                    " all its files there, it is a commit again once you delete the mark",
+                    mark_key(commit),
+                )
+            else:
+                self.settle(commit)
+        return asked & self._settled
+
+    def _is_left(self, commit: str, *, now_s: float | None) -> bool:
+        """Whether another process has marked a commit, and is dead, or did so more than an hour ago."""
+        marked_s = self.repository.store.modified_s(mark_key(commit))
+        if marked_s is None:
+            return False
+        return (time.time() if now_s is None else now_s) - marked_s >= SETTLED_AFTER_S or self._marker_is_dead(commit)
 
     def _marker_is_dead(self, commit: str) -> bool:
         key = mark_key(commit)
@@ -250,25 +275,25 @@ def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callabl
     Nothing of them is deleted yet. Whoever makes a record or an intent looks for the mark afterwards, so one of the two sees the other.
     """
     store = survey.repository.store
-    began_s = time.monotonic()
     made = []
     for commit in commits:
+        began_s = time.monotonic()
         try:
             documents.write(store, mark_key(commit), {"kind": "mark", "version": 1, "why": why, "owner": asdict(this_process())})
         except ConflictError:
             continue  # Somebody else is dropping it.
-        made.append(commit)
+        made.append((commit, began_s))
     if not made:
         return []
     spared = set(protected(survey.look()))
     dropped = []
-    for commit in made:
-        # Late, another sweeper may have begun on it.
-        if commit in spared and time.monotonic() - began_s < _SECOND_THOUGHTS_S:
-            store.delete(mark_key(commit))
-        else:
+    for commit, began_s in made:
+        if commit not in spared:
             survey.settle(commit)
             dropped.append(commit)
+        elif time.monotonic() - began_s < _SECOND_THOUGHTS_S:
+            store.delete(mark_key(commit))
+        # Later, nobody may take it back, since another sweeper may go by it. It stays, and so do the bytes, while something names the commit.
     return dropped
 
 

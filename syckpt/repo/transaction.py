@@ -167,16 +167,17 @@ def _intent_key(commit: str) -> str:
 def _check_present(reader: Reader, locations: list[Locations]) -> None:
     """Publication's last look: every blob that the commit leads to is there, whole."""
     wrong = _wrong_blob(reader, locations)
-    if wrong is not None:
+    while wrong is not None:
         # Repack may have moved bytes of others, and deleted the blob, since their locations were read.
         for own in locations:
             for source in own.sources:
                 reader.forget(source)
         for source in {source for own in locations for other in own.sources for source in reader.table(other).sources}:
             reader.forget(source)
-        wrong = _wrong_blob(reader, locations)
-    if wrong is not None:
-        raise IntegrityError(f"{wrong}: the save that needs it is given up")
+        again = _wrong_blob(reader, locations)
+        if again == wrong:
+            raise IntegrityError(f"{wrong}: the save that needs it is given up")
+        wrong = again
 
 
 def _wrong_blob(reader: Reader, locations: list[Locations]) -> str | None:
@@ -212,7 +213,8 @@ def _finish(repository: Repository, commit: Commit, record: RefRecord) -> None:
 
 def _point(repository: Repository, ref: str, commit: Commit) -> None:
     head = repository.refs.head(ref)
-    if head is not None and head.commit == commit.id:
+    # Once made, it may have been deleted since, or mean another commit: a process that was stopped must not take it back.
+    if head is not None and any(repository.refs.read(ref, number).commit == commit.id for number in repository.refs.numbers(ref)):
         return
     repository.refs.append(
         ref,

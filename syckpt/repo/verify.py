@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from blake3 import blake3
 
@@ -38,6 +39,7 @@ _log = logging.getLogger("syckpt")
 _BATCH_NBYTES = 64 << 20  # raw bytes that the pool gets at once
 _SAVE_EVERY_S = 10.0
 _RESUME_FILE_AGE_S = 7 * 24 * 3600.0  # what was read longer ago is read again
+_MAX_BLOCKS_NAMED = 100  # of one row: a blob of zeros has a million damaged blocks
 _MAX_SIZES = 10_000
 _MAX_WAITING = 1000  # commits whose rows are queued
 
@@ -154,8 +156,11 @@ class _Run:
         self._seen: dict[Source, bytearray] = {}
         """For each row that was queued the first half of the address that it was checked against: 16 bytes a row."""
         self._bad: dict[_Key, list[str]] = {}
+        self._confirmed: dict[_Key, tuple[Place, list[str]]] = {}
+        """What a second look found of bad rows, and where they were then: once a row, however many commits lead to it."""
         self._queue: list[Callable[[], None]] = []
         self._queued_nbytes = 0
+        self._unsettled_nbytes = 0
         self._waiting: list[_Suspect] = []
 
     # -- what is checked -------------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ class _Run:
             for snapshot in snapshots:
                 for _, entry, place in snapshot.stored():
                     self._enqueue(entry, place, known=known)
-        if self._quick or len(self._waiting) >= _MAX_WAITING:
+        if self._quick or len(self._waiting) >= _MAX_WAITING or self._unsettled_nbytes >= _BATCH_NBYTES:
             self._settle_all()
 
     def _structure(self, reader: Reader, commit: Commit, problems: list[str]) -> Iterator[Snapshot]:
@@ -277,10 +282,11 @@ class _Run:
             return
         self.report.tensors += 1
         self.report.nbytes += entry.nbytes
+        self._unsettled_nbytes += entry.nbytes
         try:
             self._reader.check_leaves(entry, place)
         except SyckptError as exc:
-            self._bad.setdefault(key, []).append(str(exc))
+            self._bad[key] = [str(exc)]
             return
         for index in range(addresses.block_count(entry.nbytes)):
             self._queue.append(partial(self._check_block, key, entry, place, index))
@@ -292,7 +298,9 @@ class _Run:
         try:
             self._reader.read_block(entry, place, index)
         except SyckptError as exc:
-            self._bad.setdefault(key, []).append(str(exc))
+            texts = self._bad.setdefault(key, [])
+            if len(texts) < _MAX_BLOCKS_NAMED:
+                texts.append(str(exc))
 
     def _work(self) -> None:
         """Read what is queued."""
@@ -303,6 +311,7 @@ class _Run:
     def _settle_all(self) -> None:
         """Read what is queued, and judge the commits that waited for it."""
         self._work()
+        self._unsettled_nbytes = 0
         for suspect in self._waiting:
             self._settle(suspect)
         self._waiting.clear()
@@ -315,7 +324,7 @@ class _Run:
         bad = [key for key in suspect.rows if key in self._bad]
         problems = suspect.problems + [text for key in bad for text in self._bad[key]]
         if problems:
-            problems = self._look_again(commit, bad, problems)
+            problems = self._look_again(commit, bad)
         self.report.commits += 1
         for text in problems:
             self.report.add(text, commit.id)
@@ -326,7 +335,7 @@ class _Run:
         if not problems and suspect.digest and self.log is not None:
             self.log.add(commit.id, suspect.digest)
 
-    def _look_again(self, commit: Commit, bad: list[_Key], problems: list[str]) -> list[str]:
+    def _look_again(self, commit: Commit, bad: list[_Key]) -> list[str]:
         """Return what is still wrong: retention may have dropped the commit meanwhile, or repack have moved its bytes."""
         if "dropped" in self._repository.marks(commit.id):
             return []
@@ -336,8 +345,12 @@ class _Run:
         suspects = set(bad)
         for snapshot in self._structure(reader, commit, found):
             for _, entry, place in snapshot.stored():
-                if (place.owner, place.number) in suspects:
-                    found += _check_tensor(reader, entry, place)
+                key = (place.owner, place.number)
+                if key not in suspects:
+                    continue
+                if key not in self._confirmed or self._confirmed[key][0] != place:
+                    self._confirmed[key] = place, list(islice(_check_tensor(reader, entry, place), _MAX_BLOCKS_NAMED))
+                found += self._confirmed[key][1]
         return list(dict.fromkeys(found))
 
     def _tell(self) -> None:

@@ -6,14 +6,14 @@ from functools import cache
 
 import torch
 
-__all__ = ["CARRIERS", "can_cast", "copy_tensor"]
+__all__ = ["CARRIERS", "SUB_BYTE", "can_cast", "copy_tensor"]
 
 # Integers of each size, and for 16 bytes the only type that numpy and torch share.
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-# Of a byte each; torch has no kernel that copies them.
-_SUB_BYTE = frozenset(getattr(torch, name, None) for name in (f"{sign}int{size}" for sign in ("", "u") for size in range(1, 8)))
+SUB_BYTE = frozenset(getattr(torch, name, None) for name in (f"{sign}int{size}" for sign in ("", "u") for size in range(1, 8)))
+"""Integers of a byte each, which torch can view and neither copy nor pickle."""
 
 
 @cache
@@ -33,7 +33,7 @@ def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 def copy_tensor(target: torch.Tensor, value: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a tensor over another one of its shape: bit for bit where the dtypes are the same, converted where they can be."""
-    if target.dtype == value.dtype and value.dtype in _SUB_BYTE:
+    if target.dtype == value.dtype and value.dtype in SUB_BYTE:
         carrier = CARRIERS[value.dtype.itemsize]
         target, value = target.view(carrier), value.view(carrier)
     target.copy_(value, non_blocking=non_blocking)

@@ -15,7 +15,8 @@ import torch
 
 from syckpt.objects import nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
-from syckpt.state.flatten import numpy_dtype, numpy_of, torch_name, unflatten
+from syckpt.state.bits import SUB_BYTE
+from syckpt.state.flatten import dtype_name, numpy_dtype, numpy_of, torch_name, unflatten
 from syckpt.state.formats import BYTES
 
 __all__ = ["plain"]
@@ -111,6 +112,16 @@ class _Maker:
     def _of_path(self, payload: Any, path: KeyPath) -> Any:
         self._note(path, "path", "text")
         return self.value(payload, path)
+
+    def _of_purepath(self, payload: Any, path: KeyPath) -> Any:
+        return self._of_path(payload, path)
+
+    def _of_tensor(self, payload: Any, path: KeyPath) -> Any:
+        entry = self._entry(payload)
+        if entry.dtype not in SUB_BYTE:
+            return entry
+        self._note(path, dtype_name(entry.dtype), "uint8")
+        return entry.view(torch.uint8)
 
     def _of_ndarray(self, payload: Any, path: KeyPath) -> Any:
         index, descr, order = payload

@@ -21,7 +21,9 @@ def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     if kind is None or not isinstance(tensor, kind):
         return tensor
     live: Any = tensor
-    group, sizes, parts = live._process_group, tuple(live.size()), live.metadata().shards_metadata
+    # Its own methods and properties warn of their age.
+    group, known = live._process_group, live.metadata()
+    sizes, parts = tuple(known.size), known.shards_metadata
     count = group.size()
     step = -(-sizes[0] // count) if sizes else 0
     begins = list(range(0, sizes[0], step)) if step else []
@@ -33,7 +35,7 @@ def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import DTensor, Shard
 
-    held = local[0] if local else torch.empty((0, *sizes[1:]), dtype=live.dtype)
+    held = local[0] if local else torch.empty((0, *sizes[1:]), dtype=known.tensor_properties.dtype)
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)

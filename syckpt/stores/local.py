@@ -64,37 +64,49 @@ class LocalStore:
         self._lock = threading.Lock()
 
     def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        reader = self._open(key)
+        return self._read(key, self._open, lambda reader: self._bytes_of(reader, key, offset, length))
+
+    def _bytes_of(self, reader: _Reader, key: str, offset: int, length: int | None) -> bytes:
         length = check_range(self, key, size=reader.size(), offset=offset, length=length)
         chunks = []
-        with _translating("read", self.path(key)):
-            while length and (chunk := os.pread(reader.descriptor, length, offset)):
-                chunks.append(chunk)
-                offset += len(chunk)
-                length -= len(chunk)
+        while length and (chunk := os.pread(reader.descriptor, length, offset)):
+            chunks.append(chunk)
+            offset += len(chunk)
+            length -= len(chunk)
         check_range(self, key, size=offset, offset=offset, length=length)
         return b"".join(chunks)
 
     def readinto(self, key: str, buffer: Buffer, *, offset: int = 0) -> None:
-        reader = self._cached(key)
-        view = flat(buffer)
-        with _translating("read", self.path(key)):
-            while view and (count := os.preadv(reader.descriptor, [view], offset)):
-                view = view[count:]
-                offset += count
+        self._read(key, self._cached, lambda reader: self._fill(reader, key, flat(buffer), offset))
+
+    def _fill(self, reader: _Reader, key: str, view: memoryview, offset: int) -> None:
+        while view and (count := os.preadv(reader.descriptor, [view], offset)):
+            view = view[count:]
+            offset += count
         check_range(self, key, size=min(offset, reader.size()) if view else offset, offset=offset, length=len(view))
 
     def size(self, key: str) -> int | None:
         try:
-            return self._open(key).size()
+            return self._read(key, self._open, _Reader.size)
         except NotFoundError:
             return None
 
     def modified_s(self, key: str) -> float | None:
         try:
-            return self._open(key).modified_s()
+            return self._read(key, self._open, _Reader.modified_s)
         except NotFoundError:
             return None
+
+    def _read(self, key: str, opened: Callable[[str], _Reader], use: Callable[[_Reader], T]) -> T:
+        """Return what `use` makes of a key's open file."""
+        with _translating("read", self.path(key)):
+            try:
+                return use(opened(key))
+            except OSError as error:
+                if errno.ESTALE not in (error.errno, getattr(error.__cause__, "errno", None)):
+                    raise
+            # Another host of a network file system has deleted or replaced it: opened anew, it is another file, or absent.
+            return use(self._open(key))
 
     def create(self, key: str, data: Buffer) -> None:
         with self.sink(key) as sink:
@@ -469,7 +481,10 @@ class _Reader:
 
     def is_unlinked(self) -> bool:
         """Whether the file was deleted or replaced after it was opened."""
-        return os.fstat(self.descriptor).st_nlink == 0
+        try:
+            return os.fstat(self.descriptor).st_nlink == 0
+        except OSError:
+            return True  # ESTALE, on a network file system.
 
 
 def _patiently(attempt: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,3 +330,12 @@ def test_everything_may_change_right_after_save_and_nothing_of_it_is_in_the_comm
         )
         assert ("new" in found) == (number > 0)
     assert ckpt.load(commits[0])["x"]["g"].get_state().tolist() == before
+
+
+def test_an_exported_file_holds_sub_byte_integers_as_bytes_and_says_so(ckpt: CheckpointManager, tmp_path: Path) -> None:
+    three = torch.tensor([1, 2, 3], dtype=torch.uint8).view(torch.uint3)
+    ckpt.export_ckpt(saved(ckpt, x=[three, three, torch.ones(1)]), tmp_path / "x.pt")
+    exported = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert [value.tolist() for value in exported["x"]] == [[1, 2, 3], [1, 2, 3], [1.0]]
+    assert exported["syckpt"]["converted"] == ["x/0: uint3 as uint8", "x/1: uint3 as uint8"]
+    assert exported["x"][0].data_ptr() == exported["x"][1].data_ptr()

@@ -217,3 +217,27 @@ def test_a_fresh_optimizers_state_dict_is_filled_in_what_comes_back_without_a_re
         # Not so where the state is there and differs in form.
         with pytest.raises(syckpt.StateError, match="optimizer/state/0/exp_avg"):
             ckpt.load(into={"optimizer": {**template, "state": {0: {"exp_avg": torch.zeros(3)}}}})
+
+
+def test_an_optimizer_saved_by_number_is_loaded_beside_registered_items_and_one_saved_by_name_without_them(tmp_path: Path) -> None:
+    def parts() -> tuple[nn.Linear, torch.optim.Adam]:
+        net = nn.Linear(2, 1)
+        return net, torch.optim.Adam(net.parameters(), lr=0.5)
+
+    net, optimizer = parts()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    expected = [value["exp_avg"].tolist() for value in optimizer.state_dict()["state"].values()]
+    with CheckpointManager(tmp_path, save_on_exit=False) as ckpt:
+        ckpt.save("number", {"optimizer": optimizer.state_dict()})
+        ckpt.model, ckpt.optimizer = net, optimizer
+        ckpt.save("name")
+        for rev in ("number", "name"):
+            for live in (parts()[1], optimizer):
+                loaded = ckpt.load(rev, into={"optimizer": live.state_dict()})["optimizer"]
+                assert list(loaded["state"]) == [0, 1]
+                assert [value["exp_avg"].tolist() for value in loaded["state"].values()] == expected
+        ckpt.unregister("optimizer")
+        other, fresh = parts()
+        fresh.load_state_dict(ckpt.load("name", into={"optimizer": fresh.state_dict()})["optimizer"])
+        assert [fresh.state[p]["exp_avg"].tolist() for p in other.parameters()] == expected

@@ -133,7 +133,11 @@ def test_retention_gc_and_repack_killed_before_any_system_call_leave_the_kept_co
             "errors": [],
             "leftovers": [],
         }
-        saved = found.pop("saved") if isinstance(found, dict) else None
+        saved = None
+        if isinstance(found, dict):
+            saved = found.pop("saved")
+            # An empty directory is no key: it holds nothing, and nobody looks for it.
+            found["leftovers"] = [name for name in found["leftovers"] if not name.endswith("/")]
         if tip != {"step": 4, "exact": True} or again != [] or not is_id(saved) or found != expected:
             wrong.append(f"{call}: {tip}, {again}, {saved}, {found}")
         shutil.rmtree(root)
@@ -185,11 +189,21 @@ def test_a_write_that_is_silently_lost_at_the_end_is_found_by_the_size(
         outcome = (result or {}).get("value", str(result))
         failed += not is_id(outcome)
         tip = victims.run("syckpt", "load", root)
-        exact = isinstance(tip, dict) and tip["exact"] and tip["step"] in (OLD, NEW)
         report = victims.run("syckpt", "verify", root)
-        # Only the header of a blob lies inside of it: it informs, and the tensors behind it are whole.
-        inside = any("its header" in text for text in report["errors"])
-        if not exact or (report["errors"] and not inside) or report["damaged"]:
+        if isinstance(tip, dict):
+            # Only the header of a blob lies inside of it: it informs, and the tensors behind it are whole.
+            inside = any("its header" in text for text in report["errors"])
+            good = tip["exact"] and tip["step"] in (OLD, NEW) and (inside or not report["errors"]) and not report["damaged"]
+        else:
+            # It met another process's write of another size: the file has its length, with a hole in it. It is named, and passed over.
+            resumed = victims.run("syckpt", "resume", root)
+            good = (
+                tip.startswith("IntegrityError")
+                and report["errors"]
+                and resumed["told"]
+                and (resumed["step"], resumed["exact"]) == (OLD, True)
+            )
+        if not good:
             wrong.append(f"{call}: {outcome}, loaded {tip}, verified {report}")
         shutil.rmtree(root)
     assert wrong == []
@@ -213,11 +227,14 @@ def test_a_write_lost_inside_is_named_by_the_next_load_and_by_verify_and_resume_
     error = victims.run("syckpt", "load", root)
     assert error.startswith("IntegrityError")
     assert blob in error
-    assert victims.run("syckpt", "resume", root, big=True) == {"step": OLD, "exact": True}
+    resumed = victims.run("syckpt", "resume", root, big=True)
+    assert (resumed["step"], resumed["exact"]) == (OLD, True)
+    assert any(blob in text for text in resumed["told"])
     report = victims.run("syckpt", "verify", root)
     assert report["damaged"] == [commit]
     assert all(blob in text for text in report["errors"])
     assert any("tensor net/noise, block 1" in text for text in report["errors"])
     # Once and for all: the mark is there, and nothing is read in vain.
     assert (root / f".syckpt/objects/{commit}.damaged").exists()
-    assert victims.run("syckpt", "resume", root, big=True) == {"step": OLD, "exact": True}
+    resumed = victims.run("syckpt", "resume", root, big=True)
+    assert (resumed["step"], resumed["exact"]) == (OLD, True)

@@ -8,6 +8,7 @@ is imported once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -103,9 +104,14 @@ def syckpt_load(directory: str) -> Any:
 
 
 def syckpt_resume(directory: str, *, big: bool = False) -> Any:
-    """Resume as a script does: past a damaged commit."""
+    """Resume as a script does: past a damaged commit, which is told."""
+    told: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("syckpt").addHandler(handler)
     with _manager(directory, big=big) as ckpt:
-        return _exact({"net": ckpt.net, "count": ckpt.count})
+        ckpt.restore()
+        return {**_exact({"net": ckpt.net, "count": ckpt.count}), "told": told}
 
 
 def syckpt_after(directory: str, step: int) -> Any:

@@ -347,7 +347,7 @@ def on_four(rank: int, folder: str) -> dict[str, Any]:
         "diverged": diverged(f"{folder}/d", rank),
         "broadcast": broadcast(f"{folder}/b", rank),
     }
-    with manager(f"{folder}/d", auto_resume=False, branch="payload") as ckpt:
+    with manager(f"{folder}/d", auto_resume=False, branch="notes") as ckpt:
         ckpt.save("payload", {"note": {"rank": rank}}, wait=True)
     return found
 

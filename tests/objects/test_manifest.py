@@ -231,3 +231,17 @@ def test_nodes_nested_too_deep_are_refused_before_anything_recurses_into_them():
         node = {"list": [node]}
     with pytest.raises(IntegrityError, match="nested deeper than 200"):
         Manifest.from_body(Manifest(0, 1, (), {"m": node}, None).to_body(), where="m")
+
+
+def test_what_resharders_declared_stands_in_the_body_only_where_there_is_some():
+    rows = {"table": [[["rows"], [8, 3], {"dtype": "float32"}, [[[2, 0], [2, 3]]], {"dict": []}]]}
+    manifest = Manifest(1, 2, (WHOLE,), {}, None, sharding=rows)
+    assert manifest.to_body()["sharding"] == rows
+    assert Manifest.from_body(canonical.loads(canonical.dumps(manifest.to_body())), where="m") == manifest
+    assert "sharding" not in Manifest(1, 2, (WHOLE,), {}, None).to_body()
+
+
+@pytest.mark.parametrize("sharding", [[], {"table": {}}, {"table": [1]}, {"table": [[["rows"], [8], None, []]]}, None])
+def test_a_malformed_declaration_is_damage(sharding):
+    with pytest.raises(IntegrityError, match="'sharding' is not"):
+        Manifest.from_body(body_with(sharding=sharding), where="m")

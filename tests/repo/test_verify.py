@@ -96,6 +96,27 @@ def test_every_damaged_block_is_named(make_desk: Callable[..., Any], compression
     assert all(text.startswith(key) for text in report.findings)
 
 
+def test_a_damaged_shared_row_is_read_twice_however_many_commits_lead_to_it(make_desk: Callable[..., Any]) -> None:
+    class Reads(MemoryStore):
+        nbytes = 0
+
+        def readinto(self, key: str, buffer: Any, *, offset: int = 0) -> None:
+            Reads.nbytes += len(memoryview(buffer).cast("B"))
+            super().readinto(key, buffer, offset=offset)
+
+    store = Reads()
+    desk = make_desk(store, compression="none")
+    desk.open()
+    commits = [desk.save({"frozen": FROZEN, "x": np.full(4, float(n), np.float32)}) for n in range(10)]
+    key = f"objects/{commits[0].id}/r00000.safetensors"
+    data = bytearray(store.get(key))
+    data[-100] ^= 1
+    store.replace(key, data)
+    Reads.nbytes = 0
+    assert len(verify(desk.repository).damaged) == 10
+    assert Reads.nbytes < 2.1 * FROZEN.nbytes
+
+
 def swap(root: Path, one: str, other: str) -> None:
     a, b = root / ".syckpt" / one, root / ".syckpt" / other
     first, second = a.read_bytes(), b.read_bytes()

@@ -112,6 +112,69 @@ def test_the_default_by_its_name_changes_nothing(tmp_path: Path) -> None:
     assert Reader(repository).snapshot(commit).manifest.sharding == {}
 
 
+def test_values_on_their_way_to_another_dtype_are_copied_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syckpt.checkpoint.source._BETWEEN_NBYTES", 16)
+    values = {str(number): torch.full((3,), float(number)) for number in range(5)}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save("a", {"w": values}, wait=True)
+        target = {name: torch.zeros(3, dtype=torch.float64) for name in values}
+        ckpt.load("a", into={"w": target}, cast=True)
+        assert {name: value.tolist() for name, value in target.items()} == {name: value.tolist() for name, value in values.items()}
+        assert sorted(ckpt.last_report.cast) == [f'w/"{number}": float32 to float64' for number in range(5)]
+
+
+def test_the_full_example_of_the_tutorial_runs(tmp_path: Path) -> None:
+    from syckpt import DistributedItemMetadata, JsonSerialization, LayoutInfo, NestedPath, Resharder, Storage
+
+    class MyCustomDataloaderResharder(Resharder):
+        def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[NestedPath, ShardingMetadata]: ...
+
+        def load(
+            self,
+            source_path: Path,
+            item_key: str,
+            target_metadata: dict[NestedPath, ShardingMetadata],
+            source_metadata: DistributedItemMetadata,
+            target: Any,
+            storage: Storage,
+        ) -> list[NestedPath]: ...
+
+    manager = CheckpointManager(
+        CheckpointManager.Config(
+            items={
+                "model": ItemSpec(requires_copy=True, resharder=DTensorResharder()),
+                "optimizer": ItemSpec(requires_copy=True, resharder=DTensorResharder()),
+                "dataloader": ItemSpec(requires_copy=False, resharder=MyCustomDataloaderResharder()),
+                "misc_state": ItemSpec(requires_copy=False, layout=LayoutInfo("misc_state_{rank}.json", JsonSerialization())),
+            },
+        )
+    )
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    expected = model.weight.tolist()
+    checkpoint_id = str(tmp_path / "run" / "step_10")
+    dataloader = {"position": 7}
+    manager.save(
+        checkpoint_id,
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "dataloader": dataloader, "misc_state": {"step": 10}},
+    )
+    with torch.no_grad():
+        model.weight.zero_()
+    again = torch.optim.AdamW(model.parameters())
+    restored = manager.load(
+        checkpoint_id,
+        into={"model": model.state_dict(), "optimizer": again.state_dict(), "dataloader": {"position": 0}, "misc_state": {"step": 0}},
+    )
+    again.load_state_dict(restored["optimizer"])
+    manager.close()
+    assert model.weight.tolist() == expected
+    assert again.state_dict()["state"][0]["exp_avg"].tolist() == optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+    assert restored["dataloader"] == {"position": 7}
+    assert restored["misc_state"]["step"] == 10
+
+
 def test_loader_progress_and_plain_sharded_tensors_go_from_four_ranks_to_two_and_three(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     four = job("on_four", root, world_size=4)
