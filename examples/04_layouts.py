@@ -1,8 +1,7 @@
-"""Items with layouts of their own: model and optimizer as `.pt`, counters as JSON, weights as safetensors, a vocabulary in a home-made
-format, loader progress that goes on at any number of ranks.
+"""Each item under a file and in a format of its own, and loader progress that goes on with any number of ranks. Run both, in turn:
 
-python examples/04_layouts.py --dir runs/layouts                          one process
-torchrun --nproc-per-node 2 examples/04_layouts.py --dir runs/layouts     goes on from there on two ranks
+python examples/04_layouts.py --dir runs/layouts
+torchrun --nproc-per-node 2 examples/04_layouts.py --dir runs/layouts
 """
 
 import argparse
@@ -46,7 +45,7 @@ class Progress(Resharder):
     """Samples that ranks have consumed: on another number of ranks, their sum is dealt out anew."""
 
     def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[NestedPath, ShardingMetadata]:
-        return {("consumed",): ShardingMetadata((), None, extra={"by": item_value["rank"]})}
+        return {}  # no tensors
 
     def load(
         self,
@@ -113,9 +112,7 @@ def main() -> None:
             optimizer.step()
             step, consumed = step + 1, consumed + 8
         manager.save(args.dir / f"step-{step}", state(step, consumed), wait=True)
-        print(f"rank {rank} of {ranks}: step {step}, {consumed} samples", flush=True)
-    if rank == 0:
-        print(f"syckpt -C {args.dir} ls HEAD --files", f"syckpt -C {args.dir} checkout HEAD --to files", sep="\n", flush=True)
+        print(f"rank {rank} of {ranks}: step {step}, {consumed} samples; see `syckpt -C {args.dir} ls HEAD --files`", flush=True)
 
 
 if __name__ == "__main__":

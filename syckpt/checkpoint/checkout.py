@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from syckpt.checkpoint.tree import File, Tree
-from syckpt.errors import ConflictError, StoreError
+from syckpt.errors import ConflictError, StoreError, SyckptError
 
 __all__ = ["checkout", "write_whole"]
 
@@ -19,14 +20,18 @@ __all__ = ["checkout", "write_whole"]
 def checkout(tree: Tree, directory: str | os.PathLike[str], *, on_file: Callable[[File], None] | None = None) -> None:
     """Write every file of a tree below a directory that does not exist yet, or is empty. `on_file` is told of each that is written.
 
+    A new directory appears whole; one that was there stays the one that it is (somebody may stand in it, or have given it rights), and its
+    files appear when all are written.
     Raises: ConflictError for one that holds something, before anything is written; StoreError; as `Tree.write`.
     """
-    target = Path(directory).absolute()
+    target = _resolved(directory)
     with _translated(target):
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        exists = target.exists()
+        if exists and (not target.is_dir() or any(target.iterdir())):
             raise ConflictError(f"{target} exists and is not an empty directory: nothing was written; name another one")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        if not exists:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        part = _beside(target / "part" if exists else target)
         try:
             part.mkdir()
             for file in tree.files():
@@ -40,22 +45,49 @@ def checkout(tree: Tree, directory: str | os.PathLike[str], *, on_file: Callable
                     on_file(file)
             for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
                 _sync(folder)
-            part.rename(target)
+            if exists:
+                _move_out(part)
+            else:
+                part.rename(target)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        _sync(target.parent)
+        _sync(target if exists else target.parent)
+
+
+def _move_out(part: Path) -> None:
+    """Move what is in a directory to where it stands itself, all of it or nothing, and remove it."""
+    moved: list[Path] = []
+    try:
+        for path in sorted(part.iterdir()):
+            path.rename(part.parent / path.name)
+            moved.append(part.parent / path.name)
+    except BaseException:
+        for path in moved:
+            path.rename(part / path.name)
+        raise
+    part.rmdir()
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Make a file by `write(file)`, or replace it; folders above it are made. Raises: StoreError; what `write` raises."""
-    target = Path(path).absolute()
+    """Make a file by `write(file)`, or replace it; folders above it are made, and a symbolic link stays one.
+
+    Raises: ConflictError for what is no file (a directory, a device); StoreError; what `write` raises.
+    """
+    target = _resolved(path)
     with _translated(target):
+        if target.exists() and not target.is_file():
+            raise ConflictError(f"{target} exists and is not a regular file: nothing was written; name another one")
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        part = _beside(target)
         try:
-            with part.open("xb") as out:
-                write(out)
+            with _Target(io.FileIO(part, "xb")) as out:
+                try:
+                    write(out)
+                except Exception as exc:
+                    if out.error is None or isinstance(exc, OSError | SyckptError):
+                        raise
+                    raise out.error from exc
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(target)
@@ -63,6 +95,28 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
             part.unlink(missing_ok=True)
             raise
         _sync(target.parent)
+
+
+class _Target(io.BufferedWriter):
+    """A file that remembers what the disk refused: `torch.save` says nothing of it."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as exc:
+            self.error = exc
+            raise
+
+
+def _resolved(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _beside(target: Path) -> Path:
+    """Return a name for what is not complete, which is short whatever the target's is."""
+    return target.with_name(f".syckpt-{secrets.token_hex(8)}.part")
 
 
 @contextmanager

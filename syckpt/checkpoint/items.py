@@ -233,11 +233,12 @@ class Items:
 
     def _reshard(self, name: str, source: Source, notes: list[str], *, dry_run: bool = False) -> Resharded | None:
         """Run the item's resharder of the user's, if it has one and the layout is another one; settle what was each rank's own."""
-        item, resharder = self._items[name], self.config.spec(name).resharder
+        item, spec = self._items[name], self.config.spec(name)
+        resharder = spec.resharder
         done: Resharded | None = None
         if resharder is not None and is_custom(resharder):
             done = prepare(source, name, resharder, self._state(item), notes, dry_run=dry_run)
-        notes += settle(source, name, done, item, is_object=is_stateful(item))
+        notes += settle(source, name, spec, done, item, is_object=is_stateful(item))
         return done
 
     def _take(self, name: str, item: Any, value: Any) -> None:

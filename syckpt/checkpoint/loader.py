@@ -99,8 +99,8 @@ def read(
     for name in into or ():
         source.config.spec(name)
     chosen = _Chosen(partial)
-    if into is not None and done is None:
-        done = reshard(source, templates, report.notes, dry_run=dry_run)
+    if done is None:
+        done = reshard(source, templates, report.notes, partial=partial, dry_run=dry_run)
     ready = {name: found for name, found in (done or {}).items() if found is not None}
     templates = {name: ready[name].target if name in ready else template for name, template in templates.items()}
     fitted = _fit_all(source, templates, report, Options(cast, None if partial is None else chosen, as_saved), ready, keep=into is not None)
@@ -218,17 +218,22 @@ def _refuse_objects(templates: Mapping[str, Any]) -> None:
             raise StateError(f"into[{name!r}] is a {type(template).__name__}: pass its state_dict(), whose tensors are filled in place")
 
 
-def reshard(source: Source, templates: Mapping[str, Any], notes: list[str], *, dry_run: bool = False) -> dict[str, Resharded | None]:
+def reshard(
+    source: Source, templates: Mapping[str, Any], notes: list[str], *, partial: Sequence[str] | None = None, dry_run: bool = False
+) -> dict[str, Resharded | None]:
     """Run the resharders of the reader's, and settle what ranks had each for themselves; returns `done` for `read`.
 
-    Apart, so that ranks can agree on it before the first of them fills its targets. Raises: StateError; what a resharder raises.
+    An item of which only a part is wanted goes the default way. Apart, so that ranks can agree on it before the first of them fills its
+    targets. Raises: StateError; what a resharder raises.
     """
     found: dict[str, Resharded | None] = {}
     for name in [name for name in templates if name in source.names]:
-        resharder = source.config.spec(name).resharder
-        if resharder is not None and is_custom(resharder) and templates[name] is not None:
+        spec = _spec(source, name)
+        resharder = spec.resharder
+        wanted = templates[name] is not None and (partial is None or matching(partial)(name))
+        if resharder is not None and is_custom(resharder) and wanted:
             found[name] = prepare(source, name, resharder, templates[name], notes, dry_run=dry_run)
-        notes += settle(source, name, found.get(name))
+        notes += settle(source, name, spec, found.get(name))
     return found
 
 

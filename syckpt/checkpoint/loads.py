@@ -49,7 +49,7 @@ class Loads:
             try:
                 source = source or self._open(commit)
                 if step == "reshard":
-                    done = loader.reshard(source, targets or {}, notes)
+                    done = loader.reshard(source, targets or {}, notes, partial=how.get("partial"))
                 else:
                     fetch = self._broadcast.fetcher(source) if self._broadcast is not None and step == "read" else None
                     values, _ = loader.read(source, targets, **how, dry_run=step == "check", report=report, done=done, fetch=fetch)

@@ -13,16 +13,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from syckpt.checkpoint import loader as loading
 from syckpt.checkpoint.export import export
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.keys import Keys
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import LoadReport
+from syckpt.checkpoint.loads import Loads
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
@@ -37,8 +37,10 @@ from syckpt.errors import StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects.commit import Commit
 from syckpt.repo import branches, graph, history
+from syckpt.repo.collection import Collection, collect
 from syckpt.repo.difference import Diff, diff
 from syckpt.repo.reader import Reader
+from syckpt.repo.retention import Retained, Retention, retain
 from syckpt.repo.signing import KeyFile
 from syckpt.repo.similarity import Similar, similar
 from syckpt.repo.verify import VerifyReport, verify
@@ -47,8 +49,7 @@ from syckpt.stores.base import StoreSpec, parse_root
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syckpt")
-# Of the public contract, not here yet: an item of such a name could not be reached any more.
-_NAMES_TO_COME = frozenset({"retain", "gc"})
+_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -70,7 +71,7 @@ class CheckpointManager:
         config: Config | None = None,
         *,
         max_to_keep: int | None = None,
-        keep: object | None = None,
+        keep: Retention | None = None,
         maximize: bool = False,
         auto_resume: bool = True,
         run_mode: Literal["append", "new_branch", "overwrite"] = "append",
@@ -95,12 +96,11 @@ class CheckpointManager:
         _one_of("run_mode", run_mode, ("append", "new_branch", "overwrite"))
         _one_of("when_busy", when_busy, ("wait", "skip", "raise"))
         _one_of("on_error", on_error, ("raise", "warn"))
-        if keep is not None or max_to_keep is not None:
-            _log.warning("retention (keep=, max_to_keep=) is not in this version of syckpt: every commit is kept")
         assert root is not None
         assert not isinstance(root, Config)
         self._config = config or Config()
         self._maximize = maximize
+        self._rule = _rule(keep, max_to_keep)
         self._async_save = async_save
         self._save_on_exit = save_on_exit
         self._interval = Interval(save_every)
@@ -143,6 +143,7 @@ class CheckpointManager:
             branch=start.branch,
             with_rng=rng,
         )
+        self._loads = Loads(self._coordinator, self._config, self._resumption.open, timeout_s=timeout_s)
         if start.resumed is not None:
             self._resumption.take_over(self._repository.read_commit(start.resumed), afresh=start.afresh)
         self._seat = seat = Seat(self._repository, start, rank=self._coordinator.rank)
@@ -185,6 +186,7 @@ class CheckpointManager:
             rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
             signer=self._keys.signer,
+            retention=None if self._rule is None else self._rule.to_wire(maximize=self._maximize),
         )
 
     # -- registering -------------------------------------------------------------------------------------------------
@@ -204,8 +206,6 @@ class CheckpointManager:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in self._items:
             return self._items[name]
-        if name in _NAMES_TO_COME:
-            raise AttributeError(f"CheckpointManager.{name} is not in this version of syckpt")
         raise AttributeError(f"no item {name!r} is registered; registered: {', '.join(self._items.names()) or 'none'}")
 
     def __reduce_ex__(self, protocol: object) -> str:
@@ -220,7 +220,7 @@ class CheckpointManager:
         The second time a name is assigned, the value replaces the first and nothing is restored.
         Raises: StateError for a name of the API, or a state that does not fit; IntegrityError when no commit is whole.
         """
-        if isinstance(name, str) and (hasattr(type(self), name) or name in _NAMES_TO_COME):
+        if isinstance(name, str) and hasattr(type(self), name):
             raise StateError(f"{name!r} is a name of CheckpointManager itself; register the item under another one")
         known = name in self._items
         self._items.put(name, obj)
@@ -460,6 +460,7 @@ class CheckpointManager:
             self._saver.close()
         finally:
             self._finalizer.detach()
+            self._loads.close()
             self._coordinator.close()
         self._ledger.raise_failure()
 
@@ -527,16 +528,8 @@ class CheckpointManager:
         commit = self._standing.commit(rev, call="load()")
         targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
         how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location}
-        source: Source | None = None
-        for dry in (True,) if dry_run else (True, False):
-            error: Exception | None = None
-            try:
-                source = source or self._resumption.open(commit)
-                values, report = loading.read(source, targets, **how, dry_run=dry)
-            except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
-                error = exc
-            self._coordinator.barrier("load()", error=error, at=commit.id)
-        self._report = report
+        self._report = LoadReport(commit=commit.id)
+        values = self._loads.make(commit, targets, self._report, dry_run=dry_run, **how)
         return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
 
     # -- history -----------------------------------------------------------------------------------------------------
@@ -563,7 +556,8 @@ class CheckpointManager:
         def first_save() -> PendingCommit | None:
             return self.save(message=f"start of {self.branch}", wait=True)
 
-        self._standing.create_branch(name, at, first_save=first_save, save_unsaved=lambda: self._save_unsaved(name))
+        how: dict[str, Any] = {"first_save": first_save, "save_unsaved": lambda: self._save_unsaved(name)}
+        self._standing.create_branch(name, at, **how, unsaved=self._standing.used and self._has_unsaved())
 
     def checkout_branch(self, name: str) -> None:
         """Save what is unsaved, write another branch from now on and restore its tip. Raises: NotFoundError."""
@@ -612,22 +606,53 @@ class CheckpointManager:
     def export_ckpt(self, rev: str, path: str | os.PathLike[str]) -> None:
         """Write a commit as one file that `torch.load(path, weights_only=True)` reads; rank 0 writes, all ranks may call."""
         commit = self._standing.commit(rev, call="export_ckpt()")
+        self._on_rank_0("export_ckpt()", lambda: export(Source(Reader(self._repository, trusted=self._keys.trusted), commit), path))
+
+    def retain(self, *, dry_run: bool = False) -> Retained | None:
+        """Apply `keep=` to this branch now, as after each save; with `dry_run`, only plan. Returns what was done, on rank 0.
+
+        Raises: StateError without a rule, IntegrityError (then nothing was dropped).
+        """
+        rule = self._rule
+        if rule is None:
+            raise StateError("retain(): no rule says what to keep; make the manager with keep=Retention(...) or max_to_keep=...")
+        return self._on_rank_0("retain()", lambda: retain(self._repository, self.branch, rule, maximize=self._maximize, dry_run=dry_run))
+
+    def gc(self, *, dry_run: bool = False) -> Collection | None:
+        """Remove what nothing leads to; with `dry_run`, only plan. Returns what was done, on rank 0. Raises: IntegrityError."""
+        return self._on_rank_0("gc()", lambda: collect(self._repository, dry_run=dry_run))
+
+    def _on_rank_0(self, call: str, work: Callable[[], _T]) -> _T | None:
+        """Do work that is rank 0's alone, after this manager's own saves; the others wait for it, and hear of its failure."""
+        self._require_open()
         error: Exception | None = None
-        if self._coordinator.rank == 0:
-            try:
-                export(Source(Reader(self._repository, trusted=self._keys.trusted), commit), path)
-            except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
-                error = exc
-        self._coordinator.barrier("export_ckpt()", error=error, at=commit.id)
+        done: _T | None = None
+        try:
+            self.wait()
+            if self._coordinator.rank == 0:
+                done = work()
+        except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
+            error = exc
+        self._coordinator.barrier(call, error=error)
+        return done
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
         """Read and check every byte of a commit, after waiting for this manager's own saves."""
-        return verify(self._repository, self._commit(rev).id)
+        return verify(self._repository, self._commit(rev).id, mark=True)
 
     def _commit(self, rev: str) -> Commit:
         """Return the commit that a revision names, for this rank alone, after waiting for this manager's own saves."""
         self.wait()
         return history.resolve(self._repository, text_of(rev), branch=self.branch, maximize=self._maximize)
+
+
+def _rule(keep: Retention | None, max_to_keep: int | None) -> Retention | None:
+    """Return what retention is to keep; None keeps everything. Raises: StateError."""
+    if keep is not None and max_to_keep is not None:
+        raise StateError(f"keep={keep} and max_to_keep={max_to_keep}: give one of the two; max_to_keep=n is Retention(last=n)")
+    if keep is not None and not isinstance(keep, Retention):
+        raise StateError(f"keep={keep!r}: expected syckpt.Retention(last=..., best=..., every_steps=..., every=...)")
+    return keep if max_to_keep is None else Retention(last=max_to_keep)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ import torch
 from syckpt.checkpoint.content import Stored
 from syckpt.checkpoint.sharding import extract
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.specs import ItemSpec
 from syckpt.errors import NotFoundError, StateError
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
@@ -79,14 +80,14 @@ def prepare(source: Source, name: str, resharder: Resharder, target: Any, notes:
     return Resharded(filled, paths, frozenset(source.handled[name]))
 
 
-def settle(source: Source, name: str, done: Resharded | None, item: Any = None, *, is_object: bool = False) -> list[str]:
+def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, item: Any = None, *, is_object: bool = False) -> list[str]:
     """Decide what another number of ranks makes of values that each rank had for itself, unless a resharder did; return notes.
 
     Plain values are those of rank r modulo the old size. An object's state is not cut apart so: only its spec's `on_world_change` may say
     what becomes of it, or, for buffers of a DistributedDataParallel that broadcasts them, that module itself. Raises: StateError.
     """
     paths = [path for path in source.differing(name) if done is None or not done.handles(path)]
-    policy = source.config.spec(name).on_world_change
+    policy = spec.on_world_change
     if not paths or (policy is None and not is_object):
         return []
     what = f"{name}: {len(paths)} values differed between the {source.commit.world_size} ranks that saved it ({_some(paths)})"

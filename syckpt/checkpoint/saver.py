@@ -553,7 +553,10 @@ class Saver:
         """Tell the other ranks of an agreed save that comes to nothing here before the writer has it."""
         if self._submitted != commit:
             where = f"save {commit} failed on rank(s) {self._settings.rank}: "
-            self.give_up(commit, from_wire({**(wire := to_wire(error)), "message": where + wire["message"]}))
+            wire = to_wire(error)
+            # What a callback of the user's raises is itself on its rank only.
+            kind = "RankFailure" if wire["class"] == "SyckptError" else wire["class"]
+            self.give_up(commit, from_wire({"class": kind, "message": where + wire["message"]}))
 
     def give_up(self, commit: str, error: BaseException, *, seal: str | None = None) -> bool:
         """Say that a save has failed on this rank (with `seal`: that it is visible), so that the others need not wait for their deadline.

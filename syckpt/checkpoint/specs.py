@@ -34,7 +34,7 @@ class LayoutInfo:
 
     def __post_init__(self) -> None:
         if not ids.is_file_path(self.file_path):
-            raise StateError(f"LayoutInfo({self.file_path!r}): expected a relative path without '.', '..' or empty parts")
+            raise StateError(f"LayoutInfo({self.file_path!r}): expected a relative path without empty parts, '.', '..' or '.syckpt'")
         unknown = set(_PLACEHOLDER.findall(self.file_path)) - {"{rank}"}
         if unknown:
             raise StateError(f"LayoutInfo({self.file_path!r}): {{rank}} is the only placeholder, found {', '.join(sorted(unknown))}")

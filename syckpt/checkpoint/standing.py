@@ -129,18 +129,18 @@ class Standing:
         self._restore(commit, call=call)
 
     def create_branch(
-        self, name: str, at: str, *, first_save: Callable[[], PendingCommit | None], save_unsaved: Callable[[], object]
+        self, name: str, at: str, *, first_save: Callable[[], PendingCommit | None], save_unsaved: Callable[[], object], unsaved: bool
     ) -> None:
         """Make a branch and go there: at HEAD the state stays, elsewhere it is restored; a branch that exists is gone on with.
 
-        `first_save` commits the state where nothing has been committed yet; `save_unsaved` commits progress that no commit has, before it
-        is replaced, and before a branch is made of it: a branch begins at a commit, and a script that runs again has to find that one.
+        `first_save` commits the state where nothing has been committed yet. `save_unsaved` commits `unsaved` progress before it is
+        replaced, and before a branch is made of it: a branch begins at a commit, which a script that runs again has to find.
         """
         self._saver.require_own_process()
         self._refuse_torn()
         call, at = f"create_branch({name!r})", text_of(at)
         ids.check_name(name, what="branch")
-        told = self._agree("create_branch()", lambda: self._look(name, at), at=name)
+        told = self._agree("create_branch()", lambda: self._look(name, at, unsaved=unsaved), at=name)
         commit: str | None = told["commit"]
         if commit is None:
             commit = self._first_commit(name, first_save)
@@ -162,14 +162,14 @@ class Standing:
         if told["restore"]:
             self._restore(commit, call=call)
 
-    def _look(self, name: str, at: str) -> _Decision:
+    def _look(self, name: str, at: str, *, unsaved: bool) -> _Decision:
         """Rank 0: where a branch is (`fork`: the epoch at which it began), or is to begin (None: at a save that is still to be made)."""
         here, parent = at == "HEAD", self._ledger.parent
         leases.await_drain(self._repository, name)
         if name in branches.names(self._repository):
             tip = history.tip(self._repository, name)
-            # A script that was cut off right after it had made the branch, at this very commit: nothing was saved on it yet.
-            untouched = here and name != self.branch and tip.id == parent and tip.branch != name
+            # A script that was cut off right after it had made the branch, at this very state: nothing was saved on it yet.
+            untouched = here and name != self.branch and tip.id == parent and tip.branch != name and not unsaved
             return {"commit": tip.id, "restore": not untouched, "fork": self._fork_of(name)}
         self._refuse_taken(name)
         if not here:

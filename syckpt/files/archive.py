@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -25,11 +26,13 @@ class Archive:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, trusted: Trusted | None = None) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(os.fsdecode(path))
         self.bytes_read = 0
         """Bytes read of the file so far."""
         self._buffer = bytearray(BLOCK_NBYTES)
         self._fd: int | None = _open(self.path)
+        # A reader that is dropped without being closed must not cost a descriptor.
+        self._closing = weakref.finalize(self, os.close, self._fd)
         try:
             self.contents, self._begin = self._head(trusted)
         except BaseException:
@@ -115,9 +118,8 @@ class Archive:
 
     def close(self) -> None:
         """Close the file; once more is fine."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        self._fd = None
+        self._closing()
 
     def __enter__(self) -> Archive:
         return self
@@ -132,8 +134,8 @@ def _open(path: str) -> int:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
             return os.open(path, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        raise NotFoundError(f"{path}: there is no such file") from exc
+    except (FileNotFoundError, NotADirectoryError, ValueError) as exc:  # The last for a null character.
+        raise NotFoundError(f"{path!r}: there is no such file" if "\0" in path else f"{path}: there is no such file") from exc
     except OSError as exc:
         raise StoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"

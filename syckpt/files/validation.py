@@ -23,8 +23,8 @@ def validate_checkpoint(path: str | os.PathLike[str], rev: str | None = None) ->
     experiment `DIR`, or a file of `save_checkpoint` or `CheckpointWriter`. What is not there, or not of syckpt, is not whole.
     """
     try:
-        errors = list(_findings(Path(os.path.abspath(os.fspath(path))), rev))
-    except SyckptError as exc:
+        errors = list(_findings(Path(os.path.abspath(os.fsdecode(path))), rev))
+    except (SyckptError, OSError) as exc:  # The system's own for a name that is too long, or a folder that may not be read.
         errors = [str(exc)]
     return not errors, errors
 

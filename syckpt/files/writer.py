@@ -41,12 +41,18 @@ class CheckpointWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], signer: KeyFile | None = None) -> None:
-        """Raises: StateError (a directory; a key that cannot be used); NotFoundError (no such directory, or key); StoreError."""
+        """Raises: StateError (no regular file; a key that cannot be used); NotFoundError (no such directory, or key); StoreError."""
         # A symbolic link stays one.
-        self._path = os.path.realpath(os.fspath(path))
+        text = os.fsdecode(path)
+        if "\0" in text:
+            raise StateError(f"{text!r} cannot be the path of a file")
+        self._path = os.path.realpath(text)
         self._signer = None if signer is None else Signer.open(signer)
         if os.path.isdir(self._path):
             raise StateError(f"{self._path} is a directory: name a file in it")
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            # Renaming would put a file in the place of a device.
+            raise StateError(f"{self._path} exists and is not a regular file: name another one")
         self._records: dict[str, Record] = {}
         self._ties: dict[str, str] = {}
         self._end = 0
@@ -54,6 +60,7 @@ class CheckpointWriter:
         self._ended: str | None = None
         self._part = _beside(self._path)
         self._fd = _create(self._part)
+        self._pid = os.getpid()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor; it may change once this returns. Raises: StateError (the name is taken; it cannot be carried); StoreError."""
@@ -164,6 +171,11 @@ class CheckpointWriter:
             self._ended = "aborted"
             os.close(self._fd)
             os.unlink(self._part)
+
+    def __del__(self) -> None:
+        # Dropped without being closed: as an exception. A forked child has a copy only, and one that was refused has no file.
+        if getattr(self, "_pid", None) == os.getpid():
+            self.abort()
 
     def __enter__(self) -> Self:
         return self

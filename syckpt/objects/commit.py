@@ -50,6 +50,8 @@ class Commit:
     dropped: bool = False
     damaged: bool = False
     preempted: bool = False
+    layouts: str | None = field(default=None, repr=False)
+    """The seal of the table of layouts, if it has one."""
 
     @property
     def created(self) -> datetime:
@@ -93,6 +95,7 @@ class Commit:
             "run": [self.run_id, self.generation, self.sequence],
             "rng_exact": self.rng_exact,
             "stats": self.stats,
+            **({} if self.layouts is None else {"layouts": self.layouts}),
         }
 
     @staticmethod
@@ -131,6 +134,7 @@ class Commit:
             rng_exact=fields.boolean("rng_exact"),
             stats=fields.mapping("stats"),
             seal=seal,
+            layouts=fields.text("layouts") if "layouts" in body else None,
         )
 
 

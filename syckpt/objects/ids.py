@@ -64,10 +64,13 @@ def check_item_name(name: str) -> str:
 
 
 def is_file_path(path: object) -> bool:
-    """Whether a text can be the path of a file in a commit's tree: relative, of parts that lead nowhere else and fit every file system."""
+    """Whether a text can be the path of a file in a commit's tree: relative, of parts that lead nowhere else and fit every file system.
+
+    No part is `.syckpt`: a checkout would look like a repository, whose content the commit chose.
+    """
     if not isinstance(path, str) or not path.isprintable() or "\\" in path:
         return False
-    return all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in path.split("/"))
+    return all(part.lower() not in ("", ".", "..", ".syckpt") and len(part.encode()) <= 255 for part in path.split("/"))
 
 
 def key_component(name: str) -> str:

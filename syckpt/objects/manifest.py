@@ -8,12 +8,13 @@ from math import prod
 from typing import Any
 
 from syckpt.objects import address as addresses
+from syckpt.objects import canonical
 from syckpt.objects.box import Box
 from syckpt.objects.checks import Fields
 from syckpt.objects.dtypes import DTYPES, Dtype, dtype
 from syckpt.objects.ids import is_file_path
 
-__all__ = ["Entry", "Manifest"]
+__all__ = ["Entry", "Manifest", "read_path", "read_shape"]
 
 PathKey = Any  # a string, an integer, or {"key": text}
 
@@ -66,6 +67,24 @@ class Manifest:
         """Addresses in order of first appearance; `Locations.at` is aligned with it."""
         return list(dict.fromkeys(entry.address for entry in self.entries if entry.address))
 
+    def structures(self) -> dict[str, str | None]:
+        """Return what another rank that saved the same says too: a digest of each item's structure and of all tensors it may count.
+
+        None where something is this rank's alone: a tensor that differed, a box that a resharder declared.
+        """
+        first: dict[str, Entry] = {}
+        for entry in self.entries:
+            if entry.path[0] != _STREAMS:
+                first.setdefault(repr(entry.path), entry)
+        shared = canonical.dumps([[list(e.path), e.dtype, list(e.shape)] for e in first.values()])
+        own = {index for index in self.local if self.entries[index].path[0] != _STREAMS}
+        found: dict[str, str | None] = {}
+        for name, node in self.items.items():
+            is_own = name in self.sharding or (own and not own.isdisjoint(entries_in([node])))
+            told = shared + canonical.dumps([node, self.layouts.get(name)])
+            found[name] = None if is_own else canonical.digest_of(told)
+        return found
+
     def to_body(self) -> dict[str, Any]:
         return {
             "kind": "manifest",
@@ -111,7 +130,26 @@ class Manifest:
 
 _MAX_ELEMENTS = 1 << 50
 _MAX_DEPTH = 200
+_STREAMS = "<rng>"  # how the paths of the random streams begin
 _ENTRY_AT = {"tensor": None, "ndarray": 0, "encoded": 1}  # where a node names an entry
+
+
+def entries_in(roots: Iterable[Any]) -> set[int]:
+    """Return the entries that well-formed nodes name."""
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            for kind, payload in node.items():
+                if kind in _ENTRY_AT:
+                    at = _ENTRY_AT[kind]
+                    found.add(payload if at is None else payload[at])
+                elif isinstance(payload, dict | list):
+                    waiting.append(payload)
+    return found
 
 
 def _check_nodes(fields: Fields, roots: Iterable[Any], entries: int) -> None:
@@ -162,7 +200,8 @@ def _sharding(fields: Fields, value: Any) -> dict[str, Any]:
     return found
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def read_shape(value: Any) -> tuple[int, ...]:
+    """Return a shape as it stands in a document. Raises: ValueError."""
     if not isinstance(value, list) or len(value) > 64 or any(type(n) is not int or n < 0 for n in value):
         raise ValueError(f"not a shape: {str(value)[:60]}")
     if prod(max(1, size) for size in value) > _MAX_ELEMENTS:
@@ -170,7 +209,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _path(value: Any) -> tuple[PathKey, ...]:
+def read_path(value: Any) -> tuple[PathKey, ...]:
+    """Return a path as it stands in a document. Raises: ValueError."""
     def good(key: Any) -> bool:
         return isinstance(key, str) or type(key) is int or (isinstance(key, dict) and list(key) == ["key"] and isinstance(key["key"], str))
 
@@ -183,7 +223,7 @@ def _box(value: Any, shape: tuple[int, ...]) -> Box | None:
     if value is None:
         return None
     offsets, sizes = value
-    box = Box(_sizes(offsets), _sizes(sizes))
+    box = Box(read_shape(offsets), read_shape(sizes))
     if not box.within(shape):
         raise ValueError(f"box {value} is not within {shape}")
     return box
@@ -201,8 +241,8 @@ def _address(text: Any) -> bytes:
 def _entry(fields: Fields, path: Any, name: Any, shape: Any, box: Any, digest: Any) -> Entry:
     # Interned columns: a manifest of 10,000 tensors repeats a few dtypes; dtype() raises FormatError for unknown ones.
     try:
-        whole = _sizes(shape)
-        entry = Entry(_path(path), dtype(name).name, whole, _box(box, whole), _address(digest))
+        whole = read_shape(shape)
+        entry = Entry(read_path(path), dtype(name).name, whole, _box(box, whole), _address(digest))
         if entry.box is not None and not entry.address:
             raise ValueError("a box without an address")
         return entry

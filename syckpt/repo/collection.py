@@ -32,7 +32,7 @@ _log = logging.getLogger("syckpt")
 _OBJECT = re.compile(
     r"(?:objects|signatures)/([0-9a-f]{8}-[0-9a-f]{16})"
     r"(?:\.json|\.damaged|\.dropped|\.preempted|\.[0-9a-f]{16}\.json"
-    r"|/r\d{5}(?:\.manifest|\.locations\.\d{4}|(?:\.\d{4}-[0-9a-f]{8})?\.safetensors))"
+    r"|/layouts|/r\d{5}(?:\.manifest|\.locations\.\d{4}|(?:\.\d{4}-[0-9a-f]{8})?\.safetensors))"
 )
 _RECEIPT = re.compile(r"receipts/[^/]+/([0-9a-f]{8}-[0-9a-f]{16})/(?:r\d{5}|verdict)\.json")
 _HELLO = re.compile(r"hello/[^/]+\.json")

@@ -122,7 +122,7 @@ class Reader:
         rank = manifest.rank
         where = f"objects/{commit.id}/r{rank:05d}.locations.{locations.revision:04d}"
         distinct = manifest.distinct()
-        if locations.manifest_seal != dict(commit.manifests)[rank] or len(locations.at) != len(distinct):
+        if locations.manifest_seal != commit.manifests[rank][1] or len(locations.at) != len(distinct):
             raise IntegrityError(f"{where}: belongs to another manifest")
         by_address = {digest: self.place(locations, *at) for digest, at in zip(distinct, locations.at, strict=True)}
         snapshot = Snapshot(commit, manifest, locations, tuple(by_address.get(entry.address) for entry in manifest.entries))
@@ -236,8 +236,8 @@ class Reader:
         base = None
         if place.base is not None:
             base = memoryview(self._buffers.base)[: len(out)]
-            self._decode(place.base, index, out=base, base=None)
-        self._decode(place, index, out=out, base=base)
+            self._decode(entry, place.base, index, out=base, base=None)
+        self._decode(entry, place, index, out=out, base=base)
         digest = addresses.leaf(out)
         recorded = place.leaf(index)
         good = digest == recorded if recorded else addresses.address(entry.dtype, entry.sizes, digest) == entry.address
@@ -252,7 +252,7 @@ class Reader:
         if many and addresses.address(entry.dtype, entry.sizes, place.row.leaves) != entry.address:
             raise IntegrityError(f"{_describe(entry, place, 0)}: the digests of its blocks do not lead to its address")
 
-    def _decode(self, place: Place, index: int, *, out: memoryview, base: memoryview | None) -> None:
+    def _decode(self, entry: Entry, place: Place, index: int, *, out: memoryview, base: memoryview | None) -> None:
         offset, length = place.block_range(index)
         with self._lock:
             self.bytes_read += length
@@ -260,15 +260,13 @@ class Reader:
             self._readinto(place, out, offset)
             return
         if length > len(out) + 64:
-            raise IntegrityError(f"{place.blob.key}: block {index} of row {place.number}: {length} stored bytes for {len(out)}")
+            raise IntegrityError(f"{_describe(entry, place, index)}: {length} stored bytes for {len(out)}")
         stored = memoryview(self._buffers.stored)[:length]
         self._readinto(place, stored, offset)
         try:
             codecs.decode_block(stored, out=out, width=place.row.width, base=base)
         except IntegrityError as exc:
-            raise IntegrityError(
-                f"{place.blob.key}: row {place.number}, block {index} at byte {offset}: {exc}; run `syckpt verify`"
-            ) from exc
+            raise IntegrityError(f"{_describe(entry, place, index)} at byte {offset}: {exc}; run `syckpt verify`") from exc
 
     def _readinto(self, place: Place, buffer: memoryview, offset: int) -> None:
         try:
@@ -290,5 +288,5 @@ def _chunks(work: Sequence[Callable[[], None]], count: int) -> Iterator[Sequence
 
 def _describe(entry: Entry, place: Place, index: int) -> str:
     path = "/".join(str(key) for key in entry.path)
-    base = f" (base in {place.base.blob.key})" if place.base else ""
-    return f"{place.blob.key}{base}: tensor {path}, block {index}"
+    base = f" (its base is in {place.base.blob.key})" if place.base else ""
+    return f"{place.blob.key}: tensor {path}, block {index}{base}"

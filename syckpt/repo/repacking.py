@@ -21,7 +21,7 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError
 from syckpt.objects import address as addresses
 from syckpt.objects.locations import BlobRecord, Locations, Row
 from syckpt.repo import documents
-from syckpt.repo.repository import Repository, locations_key
+from syckpt.repo.repository import Repository, layouts_key, locations_key
 from syckpt.repo.survey import Rows, Survey, numbers_in
 
 __all__ = ["DEAD_SHARE", "Repacking", "Rewrite", "Sweep", "plan_sweep", "plan_sweeps", "repack", "run_sweeps", "sweep"]
@@ -130,13 +130,15 @@ def plan_sweep(survey: Survey, commit: str, needed: Rows, *, dead_share: float =
     store = survey.repository.store
     by_rank: dict[int, list[tuple[str, re.Match[str]]]] = {}
     unknown = []
+    deletes: list[str] = []
     for key in store.list(f"objects/{commit}/"):
         match = _OWN.fullmatch(key)
-        if match is None:
+        if key == layouts_key(commit):
+            deletes.append(key)
+        elif match is None:
             unknown.append(key)
         else:
             by_rank.setdefault(int(match["rank"]), []).append((key, match))
-    deletes: list[str] = []
     rewrites: list[Rewrite] = []
     kept_nbytes = 0
     for rank, files in sorted(by_rank.items()):

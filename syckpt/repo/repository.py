@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError
 from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
+from syckpt.objects.layouts import LayoutTable
 from syckpt.objects.locations import Locations
 from syckpt.objects.manifest import Manifest
 from syckpt.repo import documents
@@ -101,9 +102,9 @@ class Repository:
 
     def read_manifest(self, commit: Commit, rank: int) -> Manifest:
         """Return a rank's manifest, checked against the commit. Raises: NotFoundError, IntegrityError, FormatError."""
-        seal = dict(commit.manifests).get(rank)
-        if seal is None:
+        if not 0 <= rank < len(commit.manifests):
             raise NotFoundError(f"commit {commit.id} has no rank {rank}; it was saved by {commit.world_size}")
+        _, seal = commit.manifests[rank]
         key = manifest_key(commit.id, rank)
         try:
             body, _ = documents.read(self.store, key, kind="manifest", seal=seal)
@@ -114,6 +115,22 @@ class Repository:
         read = Manifest.from_body(body, where=key)
         if (read.rank, read.world_size) != (rank, commit.world_size):
             raise IntegrityError(f"{key}: is the manifest of rank {read.rank} of {read.world_size}, expected {rank} of {commit.world_size}")
+        return read
+
+    def read_layouts(self, commit: Commit) -> LayoutTable | None:
+        """Return a commit's table of layouts, checked against the commit; None if it has none. Raises: IntegrityError, FormatError."""
+        if commit.layouts is None:
+            return None
+        key = layouts_key(commit.id)
+        try:
+            body, _ = documents.read(self.store, key, kind="layouts", seal=commit.layouts)
+        except NotFoundError:
+            if "dropped" in self.marks(commit.id):
+                raise dropped_error(commit.id) from None
+            raise IntegrityError(f"{key}: missing, though commit {commit.id} names it") from None
+        read = LayoutTable.from_body(body, where=key)
+        if read.world_size != commit.world_size:
+            raise IntegrityError(f"{key}: is of {read.world_size} ranks, expected {commit.world_size}")
         return read
 
     def read_locations(self, commit: str, rank: int) -> Locations:
@@ -198,6 +215,7 @@ class Repository:
             sizes[blob.key] = blob.size
             return owner, row
 
+        self.read_layouts(commit)
         for rank, seal in commit.manifests:
             manifest = self.read_manifest(commit, rank)
             locations = table(commit.id, rank)
@@ -223,6 +241,11 @@ def dropped_error(commit: str) -> NotFoundError:
 def manifest_key(commit: str, rank: int) -> str:
     """Return the key of a rank's manifest."""
     return f"objects/{commit}/r{rank:05d}.manifest"
+
+
+def layouts_key(commit: str) -> str:
+    """Return the key of a commit's table of layouts."""
+    return f"objects/{commit}/layouts"
 
 
 def locations_key(commit: str, rank: int, revision: int) -> str:

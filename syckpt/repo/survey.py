@@ -90,8 +90,9 @@ class Sight:
 
     @property
     def used(self) -> frozenset[str]:
-        """The commits that saves under way may point into."""
-        return frozenset(commit for intent in self.intents for commit in intent.uses)
+        """The commits that saves under way may point into. One that is published points where its commit says."""
+        recorded = self.recorded
+        return frozenset(commit for intent in self.intents if intent.commit not in recorded for commit in intent.uses)
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,8 @@ def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callabl
             dropped.append(commit)
         elif time.monotonic() - began_s < _SECOND_THOUGHTS_S:
             store.delete(mark_key(commit))
-        # Later, nobody may take it back, since another sweeper may go by it. It stays, and so do the bytes, while something names the commit.
+        # Later, nobody may take it back, since another sweeper may go by it. It stays; so do the bytes, while something names the
+        # commit.
     return dropped
 
 

@@ -242,6 +242,10 @@ class _Run:
 
     def _structure(self, reader: Reader, commit: Commit, problems: list[str]) -> Iterator[Snapshot]:
         """Yield the snapshots that can be made; append what is wrong with documents, and with presence and size of blobs."""
+        try:
+            self._repository.read_layouts(commit)
+        except SyckptError as exc:
+            problems.append(str(exc))
         for rank, _ in commit.manifests:
             try:
                 snapshot = reader.snapshot(commit, rank)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,10 @@ __all__ = [
     "Shard",
     "StridedShard",
     "boxes_at",
+    "copies",
+    "copy_of",
     "holders",
+    "keepers",
     "local_shape",
     "shard_placements",
 ]
@@ -87,6 +91,19 @@ class Layout:
         return tuple(reversed(reverse))
 
     @cached_property
+    def copying(self) -> tuple[int, ...]:
+        """The mesh dimensions that split nothing: along them lie copies."""
+        if 0 in self.global_shape:
+            return tuple(range(len(self.mesh_shape)))
+        split = {axis for sharding in self._sharding for axis, _, _ in sharding.splits}
+        return tuple(axis for axis in range(len(self.mesh_shape)) if axis not in split)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How many positions apart neighbours along each mesh dimension are."""
+        return tuple(prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape)))
+
+    @cached_property
     def _sharding(self) -> tuple[_Sharding, ...]:
         return tuple(_Sharding.of(self, dim) for dim in range(len(self.global_shape)))
 
@@ -126,6 +143,21 @@ class _Sharding:
                 taken += _cut(runs, begin + offset, share)
             runs = _joined(taken)
         return [run for run in runs if run[1]]
+
+    def places(self, mesh_shape: Sequence[int], low: int, high: int) -> Iterator[tuple[int, ...]]:
+        """Yield where on the mesh dimensions that split it, in the order of `splits`, the ranks are that hold some of `low` to `high`."""
+        sizes = [parts for _, parts, _ in self.splits]
+        if len(self.splits) == 1 and self.splits[0][2] == 1:
+            # The usual case, without a look at each of thousands of ranks.
+            step = -(-self.size // sizes[0])
+            yield from ((index,) for index in range(low // step, -(-high // step)))
+            return
+        coordinate = [0] * len(mesh_shape)
+        for place in product(*map(range, sizes)):
+            for (axis, _, _), index in zip(self.splits, place, strict=True):
+                coordinate[axis] = index
+            if any(begin < high and begin + length > low for begin, length in self.runs(coordinate)):
+                yield place
 
 
 def _in_order(splits: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...] | None:
@@ -202,15 +234,9 @@ def holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
     """Return each distinct box with the ranks that hold it, ascending. Every rank that calls it gets the same, in the same order."""
     if 0 in layout.global_shape:
         return {_whole(layout): tuple(sorted(layout.ranks))}
-    strides = [prod(layout.mesh_shape[axis + 1 :]) for axis in range(len(layout.mesh_shape))]
+    strides = layout.strides
     splitting = [[axis for axis, _, _ in sharding.splits] for sharding in layout._sharding]
-    split = {axis for axes in splitting for axis in axes}
-    replicas = [
-        sum(steps)
-        for steps in product(
-            *(range(0, n * s, s) for a, (n, s) in enumerate(zip(layout.mesh_shape, strides, strict=True)) if a not in split)
-        )
-    ]
+    replicas = [_step(layout, copy) for copy in range(copies(layout))]
     # Mesh dimensions that split one tensor dimension say nothing about another: its parts are made once, not once a rank.
     parts: list[list[tuple[int, list[_Run]]]] = []
     coordinate = [0] * len(layout.mesh_shape)
@@ -230,6 +256,49 @@ def holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
         for box in _boxes([runs for _, runs in combination]):
             result[box] = ranks
     return result
+
+
+def copies(layout: Layout) -> int:
+    """Return how many ranks hold each box: as many copies are there, one for each place on the mesh dimensions that split nothing."""
+    return prod(layout.mesh_shape[axis] for axis in layout.copying)
+
+
+def copy_of(layout: Layout, rank: int) -> int | None:
+    """Return which of the copies a rank's boxes belong to; None for a rank that is not in the mesh."""
+    coordinate = layout.coordinate_of(rank)
+    if coordinate is None:
+        return None
+    number = 0
+    for axis in layout.copying:
+        number = number * layout.mesh_shape[axis] + coordinate[axis]
+    return number
+
+
+def keepers(layout: Layout, copy: int, boxes: Sequence[Box] | None = None) -> set[int]:
+    """Return the ranks of a copy that hold elements of any of the boxes (None: of the tensor)."""
+    step = _step(layout, copy)
+    if 0 in layout.global_shape:
+        return {layout.ranks[step]}
+    found: set[int] = set()
+    for box in [_whole(layout)] if boxes is None else boxes:
+        if box.elements == 0:
+            continue
+        near = []
+        for sharding, low, size in zip(layout._sharding, box.offsets, box.sizes, strict=True):
+            axes = [layout.strides[axis] for axis, _, _ in sharding.splits]
+            places = sharding.places(layout.mesh_shape, low, low + size)
+            near.append([sum(map(operator.mul, place, axes)) for place in places])
+        found.update(layout.ranks[step + sum(positions)] for positions in product(*near))
+    return found
+
+
+def _step(layout: Layout, copy: int) -> int:
+    """Return how far from the first copy's positions in the mesh those of a copy are."""
+    step = 0
+    for axis in reversed(layout.copying):
+        copy, index = divmod(copy, layout.mesh_shape[axis])
+        step += index * layout.strides[axis]
+    return step
 
 
 def shard_placements(placements: Sequence[Placement], mesh_shape: Sequence[int], order: Sequence[int]) -> tuple[Placement, ...]:

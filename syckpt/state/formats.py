@@ -11,6 +11,8 @@ Nothing here runs code of a checkpoint, but `unpickle`, and that only for a call
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import io
 import json
 import math
@@ -51,14 +53,17 @@ BYTES = "raw"
 PICKLED = "pickle"
 """Form of an encoded node that only `TorchSerialization(weights_only=False)` reads."""
 
+# Python's own limit is 4300 digits, of 3.3 bits each.
+_JSON_BITS = 14_000
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
 class SerializationFormat(ABC):
     """How a value becomes a file. Subclass it for a format of your own: a `name`, `encode` and `decode`.
 
-    `encode` is called once a save, on the caller's thread, and must not keep what it is given. Equal values should give equal bytes: then
-    an unchanged item costs nothing.
+    `encode` is called once a save, on the caller's thread, and must neither change nor keep what it is given. Equal values should give
+    equal bytes: then an unchanged item costs nothing.
     """
 
     name: str
@@ -289,7 +294,12 @@ def json_node(form: JsonSerialization, value: Any, path: KeyPath) -> Node:
         return nodes.encode(value, path=path)
     if not isinstance(value, cls):
         raise _no_json(path, f"JsonSerialization(cls={cls.__qualname__}) takes objects of that class, found {type(value).__name__}")
-    return _object_node(value, path) if _is_object(value) else json_node(JsonSerialization(), value, path)
+    if not _is_object(value):
+        return json_node(JsonSerialization(), value, path)
+    if type(value) is not cls:
+        why = f"a load would make a {cls.__qualname__} of this {type(value).__qualname__}: name that class"
+        raise _no_json(path, f"JsonSerialization(cls={cls.__qualname__}): {why}")
+    return _object_node(value, path)
 
 
 def _no_json(path: KeyPath, why: str) -> StateError:
@@ -298,6 +308,8 @@ def _no_json(path: KeyPath, why: str) -> StateError:
 
 def _check_json(value: Any, path: KeyPath, open_: frozenset[int] = frozenset()) -> None:
     kind = type(value)
+    if kind is int and value.bit_length() > _JSON_BITS:
+        raise _no_json(path, f"readers of JSON refuse an integer of {value.bit_length()} bits: store hex(...), or use TorchSerialization()")
     if kind in (type(None), bool, int, str) or (kind is float and math.isfinite(value)):
         return
     if kind is float:
@@ -319,22 +331,39 @@ def _check_json(value: Any, path: KeyPath, open_: frozenset[int] = frozenset()) 
 
 
 def _is_object(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple | str | bytes | int | float) or value is None:
+    if isinstance(value, dict | list | tuple | str | bytes | int | float | enum.Enum | type) or value is None:
         return False
     return dataclasses.is_dataclass(value) or hasattr(value, "__dict__")
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    declared = [item.name for item in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    found = {name: getattr(value, name) for name in declared if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
+def _fields(value: Any, path: KeyPath) -> dict[str, Any]:
+    """Return what a load makes the object of. Raises: StateError if that would not be all of it."""
+    kind = type(value)
+    slots = [name for base in kind.__mro__ for name in _slots_of(base) if hasattr(value, name)]
+    if dataclasses.is_dataclass(value):
+        declared = [item.name for item in dataclasses.fields(value)]
+        cached = [name for name in vars(kind) if isinstance(getattr(kind, name, None), functools.cached_property)]
+        extra = [name for name in (*getattr(value, "__dict__", {}), *slots) if name not in declared and name not in cached]
+        unset = [name for name in declared if not hasattr(value, name)]
+        if extra or unset:
+            what = f"attributes that are no fields: {', '.join(extra)}" if extra else f"fields without a value: {', '.join(unset)}"
+            raise _no_json(path, f"this {kind.__qualname__} has {what}; a load could not bring it back")
+        return {name: getattr(value, name) for name in declared}
+    if slots:
+        raise _no_json(path, f"this {kind.__qualname__} keeps {', '.join(slots)} in __slots__, which is not read: make it a dataclass")
+    return dict(vars(value))
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Return the names of a class's own slots, as it stores them."""
+    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]
 
 
 def _object_node(value: Any, path: KeyPath) -> Node:
     """Return the node of an object's fields. One that is a dataclass must be declared as that: only the declaration leads back to it."""
     declared = _declared(type(value))
     pairs = []
-    for name, item in _fields(value).items():
+    for name, item in _fields(value, path).items():
         below = (*path, name)
         if _is_object(item) and type(item) is declared.get(name):
             pairs.append([name, _object_node(item, below)])
@@ -368,13 +397,15 @@ def rebuild(form: SerializationFormat | None, value: Any, path: KeyPath) -> Any:
 def _rebuilt(cls: type, value: Any, path: KeyPath) -> Any:
     if isinstance(value, cls):
         return value
-    saved = _fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    saved = _fields(value, path) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
         raise _no_json(path, f"a {type(value).__name__} was saved, from which no {cls.__qualname__} can be made")
     try:
         made = cls.__new__(cls)  # type: ignore[call-overload]
     except TypeError as exc:
         raise _no_json(path, f"{cls.__qualname__} cannot be made without arguments ({exc}): name a dataclass") from exc
+    if not _is_object(made):
+        raise _no_json(path, f"{cls.__qualname__} is no class of plain attributes: name a dataclass")
     declared = _declared(cls)
     fields = {item.name: item for item in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     problems = [] if fields is None else [f"{name} is not a field of it" for name in saved if name not in fields]
@@ -392,8 +423,12 @@ def _rebuilt(cls: type, value: Any, path: KeyPath) -> Any:
     for name, item in saved.items():
         inner = declared.get(name)
         made_of = _rebuilt(inner, item, (*path, name)) if inner is not None and isinstance(item, dict) else item
-        # Frozen dataclasses refuse their own setattr.
-        object.__setattr__(made, name, made_of)
+        if fields is None:
+            # Where it was read from: a name that the commit chose reaches no property, and no `__class__`.
+            vars(made)[name] = made_of
+        else:
+            # Frozen dataclasses refuse their own setattr.
+            object.__setattr__(made, name, made_of)
     return made
 
 

@@ -21,6 +21,9 @@ from syckpt.state.formats import BYTES
 
 __all__ = ["plain"]
 
+# Longer ones are pickled by an operation that torch's reader lacks.
+_MAX_BITS = 8 * 255 - 1
+
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 
@@ -55,7 +58,11 @@ class _Maker:
             return special(payload, path)
         if kind in nodes.MAPPING_KINDS:
             return self._mapping(kind, payload, path)
-        return unflatten(node, self._entry)
+        found = unflatten(node, self._entry)
+        if type(found) is int and found.bit_length() > _MAX_BITS:
+            self._note(path, f"integer of {found.bit_length()} bits", "its hexadecimal text")
+            return hex(found)
+        return found
 
     def _items(self, payload: list[Node], path: KeyPath) -> list[Any]:
         return [self.value(child, (*path, index)) for index, child in enumerate(payload)]

@@ -223,16 +223,34 @@ def test_arguments_that_cannot_be_meant_are_refused_and_say_so(tmp_path):
             CheckpointManager.Config(**arguments)
 
 
-def test_retention_is_refused_aloud_and_drops_nothing(tmp_path, caplog):
-    with CheckpointManager(tmp_path, max_to_keep=1) as ckpt:
-        ckpt.x = 1
-        for _ in range(3):
+def test_retention_keeps_what_its_rule_says_and_the_log_shows_what_was_dropped(tmp_path):
+    with CheckpointManager(tmp_path, max_to_keep=2) as ckpt:
+        ckpt.x = torch.zeros(1000)
+        for step in range(1, 6):
+            ckpt.x = torch.full((1000,), float(step))
             ckpt.step_up()
-            ckpt.save()
-    assert [r.message for r in caplog.records if "retention" in r.message] == [
-        "retention (keep=, max_to_keep=) is not in this version of syckpt: every commit is kept"
-    ]
-    assert [c.step for c in CheckpointManager(tmp_path).log()] == [3, 2, 1]
+            ckpt.save(tags=["kept"] if step == 2 else ())
+        log = ckpt.log()
+        assert [(c.step, c.dropped) for c in log] == [(5, False), (4, False), (3, True), (2, False), (1, True)]
+        assert ckpt.load("kept")["x"][0] == 2
+        with pytest.raises(syckpt.NotFoundError, match="dropped by retention"):
+            ckpt.load(log[2].id)
+        planned = ckpt.retain(dry_run=True)
+        assert (planned.dropped, planned.dry_run) == ((), True)
+        assert ckpt.gc(dry_run=True).freed_nbytes == 0
+        assert all(ckpt.verify(c.id) for c in log if not c.dropped)
+
+
+def test_rules_of_retention_that_mean_nothing_are_refused(tmp_path):
+    for arguments, text in [
+        ({"max_to_keep": 0}, "last=0"),
+        ({"keep": 5}, "keep=5: expected syckpt.Retention"),
+        ({"keep": syckpt.Retention(last=1), "max_to_keep": 1}, "give one of the two"),
+    ]:
+        with pytest.raises(syckpt.StateError, match=text):
+            CheckpointManager(tmp_path, **arguments)
+    with CheckpointManager(tmp_path) as ckpt, pytest.raises(syckpt.StateError, match=r"keep=Retention"):
+        ckpt.retain()
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------------------

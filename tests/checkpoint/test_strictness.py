@@ -241,3 +241,10 @@ def test_an_optimizer_saved_by_number_is_loaded_beside_registered_items_and_one_
         other, fresh = parts()
         fresh.load_state_dict(ckpt.load("name", into={"optimizer": fresh.state_dict()})["optimizer"])
         assert [fresh.state[p]["exp_avg"].tolist() for p in other.parameters()] == expected
+
+
+def test_the_managers_report_is_that_of_the_last_load_also_of_one_that_failed(ckpt: CheckpointManager) -> None:
+    assert ckpt.load("ones", into={"s": state(0.0)}) != {}
+    with pytest.raises(syckpt.StateError):
+        ckpt.load("ones", into={"s": {**state(0.0), "more": torch.zeros(1)}})
+    assert ckpt.last_report.missing == ["s/more"]

@@ -159,17 +159,18 @@ def test_a_call_that_fails_fails_at_most_its_save_and_the_next_save_works(
         pid = victims.start("syckpt", "save", root, step=NEW)
         with strace(f"inject={call.name}:error={error}:when={call.number}", pid=pid):
             result = victims.go()
-        outcome = (result or {}).get("value") or [str(result), ""]
-        first, second = outcome
+        # It meets every process and thread that comes to its n-th call of that kind, each once: so perhaps more than one save.
+        outcomes = (result or {}).get("value") or [str(result)]
+        first = outcomes[0]
         failed += not is_id(first)
-        if not is_id(first) and not (first.startswith("StoreError") or "cannot" in first):
+        if not is_id(first) and "StoreError" not in first:
             wrong.append(f"{call}: {first}")
-        # The error may have met the trainer, which then did not come to its second save: the next run does.
-        if not is_id(second) and isinstance(outcome[0], str) and first.startswith("StoreError"):
-            wrong.append(f"{call}: next save {second}")
+        # Where it met the trainer before it could save at all, the next run saves.
+        if len(outcomes) > 1 and not is_id(outcomes[-1]):
+            wrong.append(f"{call}: next saves {outcomes[1:]}")
         if error == "EIO" and call.name in WRITES and not is_id(first):
             wrong.append(f"{call}: not tried again: {first}")
-        wrong += [f"{call}: {text}" for text in what_is_wrong(victims, root, steps={OLD, NEW, NEW + 1})]
+        wrong += [f"{call}: {text}" for text in what_is_wrong(victims, root, steps=set(range(OLD, NEW + 4)))]
         shutil.rmtree(root)
     assert wrong == []
     assert failed > 0

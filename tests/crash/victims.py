@@ -76,10 +76,12 @@ def _save(ckpt: CheckpointManager, step: int, *, big: bool = False) -> str | Non
 
 
 def syckpt_save(directory: str, step: int) -> Any:
-    """Save, and once more whatever came of it; return both outcomes."""
+    """Save, and again under the next number until a second save succeeds; return what came of each."""
+    outcomes: list[str | None] = []
     with _manager(directory) as ckpt:
-        first = _save(ckpt, step)
-        return [first, _save(ckpt, step + 1)]
+        while len(outcomes) < 2 or (outcomes[-1] is not None and "Error" in outcomes[-1] and len(outcomes) < 4):
+            outcomes.append(_save(ckpt, step + len(outcomes)))
+    return outcomes
 
 
 def syckpt_save_once(directory: str, step: int, *, big: bool = False, file_nbytes: int | None = None) -> Any:

@@ -190,3 +190,33 @@ def test_no_junk_in_any_field_raises_anything_but_a_syckpt_error(field, value, n
         Locations.from_body(body_with(**{field: [value, value] if nested else value}), where="where")
     except SyckptError:
         pass
+
+
+def test_rows_that_are_gone_and_bases_come_back_through_their_body():
+    gone = Locations(*[getattr(GOOD, name) for name in ("commit", "rank", "revision", "manifest_seal", "keyframe", "blobs", "sources")], (),
+                     (GOOD.rows[0], None), ((1, 7),))  # fmt: skip
+    body = canonical.loads(canonical.dumps(gone.to_body()))
+    assert body["rows"]["blob"] == [0, None]
+    assert body["bases"] == [[1, 7]]
+    assert Locations.from_body(body, where="l") == gone
+    assert gone.row(0) == GOOD.rows[0]
+    for number in (1, 2):
+        with pytest.raises(IntegrityError, match=f"locations.0001: no row {number}"):
+            gone.row(number)
+
+
+def test_without_bases_there_is_no_such_field():
+    assert "bases" not in GOOD.to_body()
+
+
+@pytest.mark.parametrize("bases", [[[0, 1]], [[2, 1]], [[1, -1]], [[1]], 7])
+def test_bases_that_lead_nowhere_are_refused(bases):
+    with pytest.raises(IntegrityError):
+        Locations.from_body({**GOOD.to_body(), "bases": bases}, where="l")
+
+
+def test_a_row_that_is_gone_holds_nothing():
+    body = copy.deepcopy(GOOD.to_body())
+    body["rows"]["blob"][1] = None
+    with pytest.raises(IntegrityError, match="a row without a blob has bytes"):
+        Locations.from_body(body, where="l")

@@ -212,4 +212,4 @@ class Cleaning(RuleBasedStateMachine):
 
 
 TestCleaning = Cleaning.TestCase
-TestCleaning.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestCleaning.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)
