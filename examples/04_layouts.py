@@ -57,8 +57,7 @@ class Progress(Resharder):
         storage: Storage,
     ) -> list[NestedPath]:
         total = sum(storage.read_value(source_metadata, rank, ("consumed",)) for rank in source_metadata.by_rank)
-        rank, ranks = target["rank"], target["ranks"]
-        target["consumed"] = total // ranks + (rank < total % ranks)
+        target["consumed"] = total // target["ranks"] + (target["rank"] < total % target["ranks"])
         return [("consumed",), ("rank",), ("ranks",)]
 
 
@@ -82,7 +81,6 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -113,6 +111,8 @@ def main() -> None:
             step, consumed = step + 1, consumed + 8
         manager.save(args.dir / f"step-{step}", state(step, consumed), wait=True)
         print(f"rank {rank} of {ranks}: step {step}, {consumed} samples; see `syckpt -C {args.dir} ls HEAD --files`", flush=True)
+    if dist.is_torchelastic_launched():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

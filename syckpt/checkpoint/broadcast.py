@@ -10,7 +10,7 @@ A failure of any rank reaches all: before anything is sent by the first agreemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from syckpt.checkpoint.content import whole
+from syckpt.checkpoint.loader import Fetch
 from syckpt.checkpoint.source import Source
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import CoordinationError
+from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
 from syckpt.reshard.owners import Piece, assign
@@ -47,13 +49,9 @@ class _Unit:
 
 
 class Broadcast:
-    """Reads for the ranks of a job together. Making one is collective; so is what `fetcher` returns, and closing is not.
+    """Reads for the ranks of a job together. Making one is collective; so is what `fetcher` returns, and closing is not."""
 
-    `topic` is that of the caller's own agreement, in which a rank that fails on its way to a fetch tells the others.
-    """
-
-    def __init__(self, coordinator: Coordinator, *, topic: str, timeout_s: float) -> None:
-        self._topic = topic
+    def __init__(self, coordinator: Coordinator, *, timeout_s: float) -> None:
         self._coordinator = coordinator
         self._group: Any = None
         self._told: BaseException | None = None
@@ -70,38 +68,45 @@ class Broadcast:
         """Whether an error was raised on all ranks already, so that they need not be told of it."""
         return error is self._told
 
-    def fetcher(self, source: Source) -> Callable[[Mapping[int, torch.Tensor | None]], dict[int, torch.Tensor]]:
-        """Return what stands for `source.fetch`: every rank has to call it as often."""
-        return lambda wanted: self._fetch(source, wanted)
+    def fetcher(self, source: Source, *, topic: str, at: str = "") -> Fetch:
+        """Return what stands for `source.fetch`: every rank has to call it as often.
 
-    def _fetch(self, source: Source, wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        `topic` is that of the caller's own agreement, in which a rank that fails on its way to a fetch tells the others.
+        """
+
+        def agree(mine: dict[str, Any], decide: Any, *, error: BaseException | None = None) -> dict[str, Any]:
+            try:
+                return self._coordinator.agree(topic, mine, decide, error=error, at=at)
+            except BaseException as exc:
+                self._told = exc
+                raise
+
+        return lambda wanted: self._fetch(source, wanted, agree, at)
+
+    def _fetch(self, source: Source, wanted: Mapping[int, torch.Tensor | None], agree: Any, at: str) -> dict[int, torch.Tensor]:
         if self._group is None:
             return source.fetch(wanted)
-        mine = [number for number, target in wanted.items() if _is_alike(source, number, target)]
-        common: set[int] = set(self._agree({"wanted": mine}, _common)["common"])
+        # By path: ranks count their tensors in the order in which they read manifests.
+        mine = {
+            nodes.format_path(source.entries[number].path): number for number, target in wanted.items() if _is_alike(source, number, target)
+        }
+        common = [mine[path] for path in agree({"wanted": list(mine), "at": at}, _common)["common"]]
         found: dict[int, torch.Tensor] = {}
         error: BaseException | None = None
         try:
-            found = source.fetch({number: target for number, target in wanted.items() if number not in common})
-            for number in sorted(common):
+            found = source.fetch({number: target for number, target in wanted.items() if number not in set(common)})
+            for number in common:
                 target = wanted[number]
                 found[number] = source.new(number) if target is None else target
         except Exception as exc:  # noqa: BLE001 - the others hear of it
             error = exc
-        for shares in _rounds(source, sorted(common), self._coordinator.world_size):
+        for shares in _rounds(source, common, self._coordinator.world_size):
             failed, error = self._round(source, shares, found, error)
             if failed:
-                self._agree({}, lambda _: {}, error=error)
+                agree({}, lambda _: {}, error=error)
         if error is not None:
             raise error
         return found
-
-    def _agree(self, mine: dict[str, Any], decide: Any, *, error: BaseException | None = None) -> dict[str, Any]:
-        try:
-            return self._coordinator.agree(self._topic, mine, decide, error=error)
-        except BaseException as exc:
-            self._told = exc
-            raise
 
     def _round(
         self, source: Source, shares: Sequence[Sequence[_Unit]], found: Mapping[int, torch.Tensor], error: BaseException | None
@@ -136,11 +141,15 @@ class Broadcast:
 
 
 def _is_alike(source: Source, number: int, target: torch.Tensor | None) -> bool:
-    """Whether a rank needs a stored tensor whole, as others may: numbers below `shared` mean the same on all ranks."""
-    return number < source.shared and number not in source.content.local and (target is None or not is_dtensor(target))
+    """Whether a rank needs a stored tensor whole, as others may."""
+    stored = source.entries[number]
+    return stored.window is None and not stored.is_local and (target is None or not is_dtensor(target))
 
 
 def _common(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if len({value.get("at") for value in values}) > 1:
+        found = ", ".join(f"rank {rank}: {value.get('at', 'nothing more')}" for rank, value in enumerate(values))
+        raise CoordinationError(f"ranks read different items together ({found}): register the same items on all ranks")
     return {"common": sorted(set.intersection(*(set(value["wanted"]) for value in values)))}
 
 
@@ -156,7 +165,8 @@ def _rounds(source: Source, numbers: Sequence[int], world_size: int) -> Iterator
         for box in _cut(whole(stored.shape), dtype(stored.dtype).itemsize):
             pieces.append((number, box, box.elements * dtype(stored.dtype).itemsize))
     everyone = tuple(range(world_size))
-    owners = assign([Piece(str(number), box, nbytes, everyone) for number, box, nbytes in pieces], world_size)
+    keys = {number: nodes.format_path(source.entries[number].path) for number in numbers}
+    owners = assign([Piece(keys[number], box, nbytes, everyone) for number, box, nbytes in pieces], world_size)
     queues: list[list[tuple[int, Box, int]]] = [[] for _ in everyone]
     for owner, piece in zip(owners, pieces, strict=True):
         queues[owner].append(piece)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from syckpt.checkpoint.tree import File, Tree
 from syckpt.errors import ConflictError, StoreError, SyckptError
+from syckpt.stores.base import REPOSITORY
 
 __all__ = ["checkout", "write_whole"]
 
@@ -111,7 +112,11 @@ class _Target(io.BufferedWriter):
 
 
 def _resolved(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.realpath(path))
+    """Return where a path leads. Raises: ConflictError for a place inside of a repository."""
+    target = Path(os.path.realpath(path))
+    if REPOSITORY in target.parts:
+        raise ConflictError(f"{target} is inside of a repository, whose files are its own: nothing was written; name another place")
+    return target
 
 
 def _beside(target: Path) -> Path:

@@ -32,11 +32,13 @@ def exported(source: Source) -> dict[str, Any]:
     """
     if _FACTS in source.names:
         raise StateError(f"an item is called {_FACTS!r}, as the commit's facts are in an exported file: use `syckpt checkout`, or --to dir")
-    tensors = source.fetch(dict.fromkeys(range(len(source.entries)))) if source.names else {}
+    # First the structures: reading them counts the tensors.
+    structures = {name: source.node(name) for name in sorted(source.names)}
+    tensors = source.fetch(dict.fromkeys(range(len(source.entries)))) if structures else {}
     found: dict[str, Any] = {}
     converted: list[str] = []
-    for name in sorted(source.names):
-        found[name], told = plain(source.node(name), tensors.__getitem__, path=(name,))
+    for name, node in structures.items():
+        found[name], told = plain(node, tensors.__getitem__, path=(name,))
         converted += told
         if _is_optimizer(found[name]) and is_by_name(found[name]):
             found[name] = by_number(found[name])

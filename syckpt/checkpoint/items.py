@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from syckpt.checkpoint.loader import LoadReport, read
+from syckpt.checkpoint.loader import Fetch, LoadReport, read
+from syckpt.checkpoint.moments import Parameters, empty_state, filled_up, of_parameters, of_targets
 from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
-from syckpt.objects import ids, nodes
+from syckpt.objects import ids
 from syckpt.objects.nodes import Node
 from syckpt.reshard.merge import named_parameters, without_parameters
 from syckpt.reshard.resharder import is_custom
@@ -74,9 +76,18 @@ def _is_same_memory(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return refuse_tensor(value) is None and refuse_tensor(parameter) is None and tie_key(value) == tie_key(parameter)
 
 
-def _read(source: Source, name: str, live: Any, report: LoadReport | None = None, *, as_saved: bool = False) -> Any:
+def _read(
+    source: Source,
+    name: str,
+    live: Any,
+    *,
+    report: LoadReport | None = None,
+    as_saved: bool = False,
+    done: Resharded | None = None,
+    fetch: Fetch | None = None,
+) -> Any:
     """Return an item's value, read into `live`, or (`as_saved`) as new: then `live` shows its types."""
-    return read(source, {name: live}, as_saved=as_saved, report=report, done={name: None})[0][name]
+    return read(source, {name: live}, as_saved=as_saved, report=report, done={name: done}, fetch=fetch)[0][name]
 
 
 def _refuse_flat_shards(item: torch.optim.Optimizer) -> None:
@@ -185,50 +196,51 @@ class Items:
             template = item
         return read(source, {name: template}, dry_run=True, done={name: done})[1]
 
-    def restore(self, name: str, source: Source) -> list[str]:
+    def restore(self, name: str, source: Source, *, fetch: Fetch | None = None) -> list[str]:
         """Bring an item to its state in a commit: tensors in place, the rest through `load_state_dict`; a plain value is replaced.
 
         Returns notes for the report. Types that only live values show (dataclasses, enums ...) are those of the item as it is. One that
-        need not be there (`required=False`) and does not fit is left as it is, which is noted.
+        need not be there (`required=False`) and does not fit is left as it is, which is noted. `fetch` is called once at most.
         Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError.
         """
         if self.config.spec(name).required:
-            return self._restore(name, source)
+            return self._restore(name, source, fetch)
         try:
             why = "; ".join(self._checked(name, source).skipped)
             if not why:
-                return self._restore(name, source)
+                return self._restore(name, source, fetch)
         except StateError as exc:
             # An optimizer's problems are found on the way, before it is touched.
             why = str(exc)
         return [f"{name} was left as it is: {why}"]
 
-    def _restore(self, name: str, source: Source) -> list[str]:
+    def _restore(self, name: str, source: Source, fetch: Fetch | None) -> list[str]:
         item = self._items[name]
         report = LoadReport()
+        taken = partial(_read, source, name, report=report, fetch=fetch)
         notes: list[str] = []
         done = self._reshard(name, source, notes)
         if done is not None:
-            self._take(name, item, read(source, {name: done.target}, report=report, done={name: done})[0][name])
+            self._take(name, item, taken(done.target, done=done))
         elif isinstance(item, torch.optim.Optimizer):
-            self._restore_optimizer(name, item, source, notes)
+            self._restore_optimizer(name, item, source, notes, fetch)
         elif isinstance(item, torch.nn.Module):
-            item.load_state_dict(_read(source, name, _template(item), report))
+            item.load_state_dict(taken(_template(item)))
         elif is_stateful(item):
             # In place where the structure is the same, so that tensors stay on their devices. Where it has grown (a history, a buffer),
             # the object itself decides what it takes.
             template = item.state_dict()
-            item.load_state_dict(_read(source, name, template, report, as_saved=not source.fits(name, template)))
+            item.load_state_dict(taken(template, as_saved=not source.fits(name, template)))
         elif isinstance(item, torch.Generator):
-            item.set_state(_read(source, name, None, report, as_saved=True).get_state())
+            item.set_state(taken(None, as_saved=True).get_state())
         elif isinstance(item, np.random.Generator):
-            item.bit_generator.state = _read(source, name, None, report, as_saved=True).bit_generator.state
+            item.bit_generator.state = taken(None, as_saved=True).bit_generator.state
         elif isinstance(item, np.random.RandomState):
-            item.set_state(_read(source, name, None, report, as_saved=True).get_state(legacy=False))
+            item.set_state(taken(None, as_saved=True).get_state(legacy=False))
         elif isinstance(item, torch.Tensor | np.ndarray):
-            self._items[name] = _read(source, name, item, report)
+            self._items[name] = taken(item)
         else:
-            self._items[name] = _read(source, name, item, report, as_saved=True)
+            self._items[name] = taken(item, as_saved=True)
         return notes + report.notes
 
     def _reshard(self, name: str, source: Source, notes: list[str], *, dry_run: bool = False) -> Resharded | None:
@@ -252,7 +264,7 @@ class Items:
 
     def _leave_others(self, name: str, source: Source, names: Mapping[int, str], notes: list[str]) -> None:
         """On another number of ranks, leave alone parameters that are not this rank's, where only some ranks had them (pipeline stages)."""
-        if source.same_size or not source.has_others:
+        if source.same_size or not source.has_others or source.content.is_common(name):
             return
         saved = [set(named_parameters(mine[name]) or ()) for mine in source.content.items.values() if name in mine]
         common = set.intersection(*saved) if len(saved) == len(source.content.items) else set()
@@ -261,13 +273,13 @@ class Items:
             source.show(name, without_parameters(source.node(name), others))
             notes.append(f"{name}: {len(others)} parameters, which only some of the ranks had, are left to other ranks")
 
-    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source, notes: list[str]) -> None:
+    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source, notes: list[str], fetch: Fetch | None) -> None:
         names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
         if names is not None:
             self._leave_others(name, source, names, notes)
         # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet. What belongs to a sharded parameter is
         # read in its layout.
-        saved = _read(source, name, self._sharded_state(source, name, item))
+        saved = _read(source, name, self._sharded_state(source, name, item), fetch=fetch)
         _refuse_other_kind(name, item, saved)
         if not _is_named(source.node(name)):
             by_parameter.load_exact(item, saved)
@@ -284,17 +296,23 @@ class Items:
         params = [param for group in item.param_groups for param in group["params"]]
         if not any(is_sharded(param) for param in params):
             return None
-        node = source.node(name)
-        names = by_parameter.names_of(item, self._modules()) if _is_named(node) else None
-        keys = {(names[id(param)] if names else number): param for number, param in enumerate(params) if is_sharded(param)}
-        state: dict[Any, dict[str, Any]] = {}
-        for path, leaf in nodes.walk(node, (name,)):
-            if len(path) == 4 and path[1] == "state" and isinstance(leaf, dict) and "tensor" in leaf and not isinstance(path[2], dict):
-                param, stored = keys.get(path[2]), source.entries[leaf["tensor"]]
-                if param is not None and tuple(param.shape) == stored.shape:
-                    with torch.no_grad():
-                        state.setdefault(path[2], {})[str(path[3])] = torch.empty_like(param, dtype=getattr(torch, stored.dtype))
-        return {"state": state, "param_groups": None}
+        return {"state": empty_state(source, name, self._parameters(source, name, item)), "param_groups": None}
+
+    def _parameters(self, source: Source, name: str, item: torch.optim.Optimizer) -> Parameters:
+        """Return how to tell an optimizer's parameter by the key of its state in a commit."""
+        params = [param for group in item.param_groups for param in group["params"]]
+        names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
+        return of_parameters({(names[id(param)] if names else number): param for number, param in enumerate(params)})
+
+    def templates(self, source: Source, into: Mapping[str, Any], *, partial: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return what a commit is read into in place of the caller's targets: with optimizer state that is still to be made."""
+        found = {name: self.template(name, live) for name, live in into.items()}
+        elsewhere = of_targets(into)
+        for name in [name for name in found if name in source.names and not self.has_resharder(name)]:
+            item = self._items.get(name)
+            known = self._parameters(source, name, item) if isinstance(item, torch.optim.Optimizer) else elsewhere
+            found[name] = filled_up(source, name, found[name], known, partial=partial)
+        return found
 
     def template(self, name: str, live: Any) -> Any:
         """Return the form in which a live optimizer state dict of the caller's is stored: by parameter name, where that is known."""

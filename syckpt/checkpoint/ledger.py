@@ -38,6 +38,7 @@ class Ledger:
         self._lost = False
         self._unheard: dict[str, SyckptError] = {}
         self._told: set[str] = set()
+        self._callback_error: Exception | None = None
         self._names: dict[str, tuple[str | None, tuple[str, ...]]] = {}
         self._lock = threading.Lock()
 
@@ -94,7 +95,7 @@ class Ledger:
         return [((name,) if name else ()) if kind == "names" else tags for name, tags in self._names.values()]
 
     def settle(self, pending: PendingCommit, commit: Commit | None, error: SyckptError | None) -> None:
-        """A save became durable, or failed."""
+        """A save became durable, or failed. What a callback of the user's raises waits for `raise_failure`: other saves are in hand."""
         with self._lock:
             self._names.pop(pending.id, None)
             if commit is not None:
@@ -117,17 +118,33 @@ class Ledger:
                     commit.id,
                     commit.stats["steps"],
                 )
-            if self._on_stats is not None:
-                self._on_stats(commit.stats)
-            if self._on_durable is not None:
-                self._on_durable(commit)
+            self._tell("on_stats", self._on_stats, commit.stats, of=commit)
+            self._tell("finalize_callback", self._on_durable, commit, of=commit)
+
+    def _tell(self, name: str, callback: Callable[[Any], None] | None, what: Any, *, of: Commit) -> None:
+        if callback is None:
+            return
+        try:
+            callback(what)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is kept and raised later
+            _log.exception("%s raised for %s, which is durable", name, of.id)
+            if self._on_error == "raise":
+                self._callback_error = self._callback_error or exc
+
+    def raise_callback_error(self) -> None:
+        """Raise what a callback raised, once: the first, if there were several; all were logged."""
+        error, self._callback_error = self._callback_error, None
+        if error is not None:
+            raise error
 
     def raise_failure(self) -> None:
-        """Raise the oldest failure that was not raised yet, once; further ones are named in its text."""
+        """Raise the oldest failure that was not raised yet, once; further ones are named in its text. Else as `raise_callback_error`."""
         with self._lock:
             unheard, self._unheard = list(self._unheard.values()), {}
         if unheard:
+            self._callback_error = None
             raise joined(unheard)
+        self.raise_callback_error()
 
 
 def joined(errors: Sequence[SyckptError]) -> SyckptError:

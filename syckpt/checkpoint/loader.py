@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from syckpt.checkpoint.moments import filled_up, of_targets
 from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config, ItemSpec
@@ -122,6 +123,7 @@ def read(
             targets.setdefault(index, []).append(target)
     wanted = {index: _read_into(found, source.entries[index].dtype) for index, found in targets.items()}
     more = [(index, target) for index, found in targets.items() for target in found if target is not wanted[index]]
+    source.locate(wanted)
     _require_blobs(source, wanted)
     if dry_run:
         source.plan(wanted)
@@ -158,7 +160,7 @@ def _read_into(targets: Sequence[torch.Tensor], dtype: str) -> torch.Tensor | No
 
 
 def _require_blobs(source: Source, numbers: Iterable[int]) -> None:
-    """See to it that the blobs of the tensors are there, in their sizes. Raises: IntegrityError naming all that are not."""
+    """See to it that the blobs of tensors that were located are there, in their sizes. Raises: IntegrityError naming all that are not."""
     reader = source.content.reader
     sizes: dict[str, int | None] = {}
     asked: set[Any] = set()
@@ -172,7 +174,7 @@ def _require_blobs(source: Source, numbers: Iterable[int]) -> None:
         return all(sizes[blob.key] == blob.size for blob in blobs)
 
     for stored in (source.entries[number] for number in numbers):
-        for _, _, place in stored.pieces:
+        for _, _, place in stored.near:
             if place.blob.key in wrong or is_there(place):
                 continue
             if place.owner not in asked:
@@ -410,5 +412,8 @@ def load(
     repository = Repository.open(spec)
     commit = history.resolve(repository, rev)
     source = Source(Reader(repository, trusted=trusted), commit, config=config)
+    if into is not None:
+        parameters = of_targets(into)
+        into = {name: filled_up(source, name, target, parameters, partial=partial) for name, target in into.items()}
     values, _ = read(source, into, items=items, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run)
     return values

@@ -10,9 +10,9 @@ from typing import Any
 
 from syckpt.checkpoint import loader
 from syckpt.checkpoint.broadcast import Broadcast
+from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.source import Source
-from syckpt.checkpoint.specs import Config
 from syckpt.dist.coordinator import Coordinator
 from syckpt.objects.commit import Commit
 
@@ -22,36 +22,36 @@ _TOPIC = "load()"
 
 
 class Loads:
-    """Makes one manager's loads. `open_commit` opens one for this rank. Making this is collective where values are read once for all."""
+    """Makes one manager's loads. `open_commit` opens one for this rank; `broadcast`: values that all ranks need are read once for all."""
 
-    def __init__(self, coordinator: Coordinator, config: Config, open_commit: Callable[[Commit], Source], *, timeout_s: float) -> None:
+    def __init__(
+        self, coordinator: Coordinator, items: Items, open_commit: Callable[[Commit], Source], *, broadcast: Broadcast | None
+    ) -> None:
         self._coordinator = coordinator
-        self._config = config
+        self._items = items
         self._open = open_commit
-        self._broadcast = Broadcast(coordinator, topic=_TOPIC, timeout_s=timeout_s) if config.read == "broadcast" else None
+        self._broadcast = broadcast
 
-    def close(self) -> None:
-        """Give up what reading for all needs. Not collective."""
-        if self._broadcast is not None:
-            self._broadcast.close()
-
-    def make(self, commit: Commit, targets: Mapping[str, Any] | None, report: LoadReport, *, dry_run: bool, **how: Any) -> dict[str, Any]:
+    def make(self, commit: Commit, into: Mapping[str, Any] | None, report: LoadReport, *, dry_run: bool, **how: Any) -> dict[str, Any]:
         """Load a commit on all ranks; `how` and `report` are those of `loader.read`. Collective.
 
         Raises: as `CheckpointManager.load`; what a resharder raises is itself on its rank, a RankFailure elsewhere.
         """
         source: Source | None = None
+        targets: dict[str, Any] | None = None
         values: dict[str, Any] = {}
         done: Any = None
         notes: list[str] = []
-        for step in self._steps(targets, dry_run=dry_run):
+        for step in self._steps(into, dry_run=dry_run):
             error: Exception | None = None
             try:
-                source = source or self._open(commit)
+                if source is None:
+                    source = self._open(commit)
+                    targets = None if into is None else self._items.templates(source, into, partial=how.get("partial"))
                 if step == "reshard":
                     done = loader.reshard(source, targets or {}, notes, partial=how.get("partial"))
                 else:
-                    fetch = self._broadcast.fetcher(source) if self._broadcast is not None and step == "read" else None
+                    fetch = self._broadcast.fetcher(source, topic=_TOPIC) if self._broadcast is not None and step == "read" else None
                     values, _ = loader.read(source, targets, **how, dry_run=step == "check", report=report, done=done, fetch=fetch)
             except Exception as exc:
                 if self._broadcast is not None and self._broadcast.told(exc):
@@ -59,9 +59,12 @@ class Loads:
                 error = exc
             self._coordinator.barrier(_TOPIC, error=error, at=f"{commit.id}, {step}")
         report.notes += notes
-        return values
+        if into is None or targets is None:
+            return values
+        # What was left alone altogether is the caller's own.
+        return {name: into[name] if value is targets[name] else self._items.untemplate(name, value) for name, value in values.items()}
 
-    def _steps(self, targets: Mapping[str, Any] | None, *, dry_run: bool) -> tuple[str, ...]:
+    def _steps(self, into: Mapping[str, Any] | None, *, dry_run: bool) -> tuple[str, ...]:
         if dry_run:
             return ("check",)
-        return ("check", "reshard", "read") if targets is not None and loader.reshards(self._config) else ("check", "read")
+        return ("check", "reshard", "read") if into is not None and loader.reshards(self._items.config) else ("check", "read")

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
+from syckpt.checkpoint.broadcast import Broadcast
 from syckpt.checkpoint.export import export
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.keys import Keys
@@ -104,6 +105,7 @@ class CheckpointManager:
         self._async_save = async_save
         self._save_on_exit = save_on_exit
         self._interval = Interval(save_every)
+        self._since_look, self._next_look = 0, 1
         self._timeout_s = timeout_s
         self._items = Items(self._config)
         self._followed: tuple[StatefulSampler | None, Callable[[], None] | None] = (None, None)
@@ -134,6 +136,7 @@ class CheckpointManager:
         self._ledger = Ledger(
             on_error=on_error, on_stats=self._config.on_stats, on_durable=self._config.finalize_callback, parent=start.parent
         )
+        self._broadcast = Broadcast(self._coordinator, timeout_s=timeout_s) if self._config.read == "broadcast" else None
         self._resumption = Resumption(
             Reader(self._repository, trusted=self._keys.trusted),
             self._coordinator,
@@ -142,8 +145,9 @@ class CheckpointManager:
             self._ledger,
             branch=start.branch,
             with_rng=rng,
+            broadcast=self._broadcast,
         )
-        self._loads = Loads(self._coordinator, self._config, self._resumption.open, timeout_s=timeout_s)
+        self._loads = Loads(self._coordinator, self._items, self._resumption.open, broadcast=self._broadcast)
         if start.resumed is not None:
             self._resumption.take_over(self._repository.read_commit(start.resumed), afresh=start.afresh)
         self._seat = seat = Seat(self._repository, start, rank=self._coordinator.rank)
@@ -397,8 +401,23 @@ class CheckpointManager:
 
     def _after_step(self) -> None:
         self._saver.pump()
-        if self._interval.is_due(self._progress.step, self._progress.take_unseen()):
+        if self._is_due(self._progress.take_unseen()):
             self.save()
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether `save_every` asks for a save now; by time, rank 0's clock says so for all, at steps that it has announced."""
+        interval, coordinator = self._interval, self._coordinator
+        if coordinator.world_size == 1 or not interval.by_clock:
+            return interval.is_due(self._progress.step, steps)
+        self._since_look += steps
+        if self._since_look < self._next_look:
+            return False
+        mine: dict[str, Any] = {}
+        if coordinator.rank == 0:
+            mine = {"due": interval.is_due(self._progress.step, steps), "wait": interval.steps_to_wait(self._since_look)}
+        told = coordinator.broadcast("save_every", mine, at=f"step {self._progress.step}")
+        self._since_look, self._next_look = 0, told["wait"]
+        return bool(told["due"])
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -422,10 +441,12 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._saver.pump()
-        self._begin()
         name = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
         request = Request(name, payload, metric, message, tags, epoch_end, started)
-        pending = self._saves.make(request, self.config)
+        self._saver.require_own_process()  # Before the lock, which a thread may have held when this process was forked.
+        with self._saver.lock:
+            self._begin()
+            pending = self._saves.make(request, self.config)
         if pending is not None and (wait or not self._async_save):
             try:
                 pending.result()
@@ -433,6 +454,7 @@ class CheckpointManager:
                 self._ledger.heard(exc)  # Here; the next save does not fail for this one.
                 if not (pending.failed and self._ledger.only_warns):
                     raise
+            self._ledger.raise_callback_error()
         return pending
 
     def prewarm(self, payload: Mapping[str, Any] | None = None) -> None:
@@ -460,7 +482,8 @@ class CheckpointManager:
             self._saver.close()
         finally:
             self._finalizer.detach()
-            self._loads.close()
+            if self._broadcast is not None:
+                self._broadcast.close()
             self._coordinator.close()
         self._ledger.raise_failure()
 
@@ -484,15 +507,15 @@ class CheckpointManager:
         # Half-updated state is never saved; what was handed over before is.
         self._close_logged(kind.__name__)
 
-    def _final_save(self) -> SyckptError | None:
+    def _final_save(self) -> Exception | None:
         """Save what no commit has; return the failure of an earlier save that is still to be raised, which does not prevent this one."""
         if self._closed or not self._standing.used or not self._save_on_exit:
             return None
         self._saver.wait_for(None, timeout_s=None)
-        earlier: SyckptError | None = None
+        earlier: Exception | None = None
         try:
             self._ledger.raise_failure()
-        except SyckptError as exc:
+        except Exception as exc:  # noqa: BLE001 - also what a callback raised
             earlier = exc
         if self._has_unsaved():
             self.save(message="exit")
@@ -504,7 +527,7 @@ class CheckpointManager:
     def _close_logged(self, leaving_by: str) -> None:
         try:
             self.close()
-        except SyckptError as exc:
+        except Exception as exc:  # noqa: BLE001 - also what a callback raised; what the script leaves by is what propagates
             _log.error("while leaving by %s: %s", leaving_by, exc)
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -526,11 +549,9 @@ class CheckpointManager:
         raised on all, before anything is touched; so is damage that one of them reads.
         """
         commit = self._standing.commit(rev, call="load()")
-        targets = None if into is None else {name: self._items.template(name, target) for name, target in into.items()}
         how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location}
         self._report = LoadReport(commit=commit.id)
-        values = self._loads.make(commit, targets, self._report, dry_run=dry_run, **how)
-        return values if into is None else {name: self._items.untemplate(name, value) for name, value in values.items()}
+        return self._loads.make(commit, into, self._report, dry_run=dry_run, **how)
 
     # -- history -----------------------------------------------------------------------------------------------------
 
@@ -566,8 +587,12 @@ class CheckpointManager:
 
     def _save_unsaved(self, name: str) -> None:
         """Before the state is replaced by that of branch `name`."""
-        if self._standing.used and self._has_unsaved():
-            self.save(message=f"before {name}", wait=True)
+        if not (self._standing.used and self._has_unsaved()):
+            return
+        self._saver.wait_for(None, timeout_s=None)  # So that this save is not skipped.
+        pending = self.save(message=f"before {name}", wait=True)
+        if pending is not None:
+            pending.result()  # A failure is raised also where others are only logged: the state would be lost.
 
     def delete_branch(self, name: str) -> None:
         """Delete a branch other than the one that is written. Raises: NotFoundError, ConflictError (it is written, here or elsewhere)."""
@@ -673,7 +698,7 @@ def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
     try:
         saver.close()
         ledger.raise_failure()
-    except SyckptError as exc:
+    except Exception as exc:  # noqa: BLE001 - also what a callback raised
         _log.error("a save of a manager that was not closed failed: %s", exc)
 
 

@@ -133,7 +133,22 @@ class Interval:
             self._steps = every
         elif every is not None:
             raise StateError(f'save_every={every!r}: expected a number of steps, or a time like "10m", "30s", "1h"')
-        self._due_at = time.monotonic() + (self._seconds or 0.0)
+        self._looked_at = time.monotonic()
+        self._due_at = self._looked_at + (self._seconds or 0.0)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether it is a time, which every rank's clock would call at another step."""
+        return self._seconds is not None
+
+    def steps_to_wait(self, steps: int) -> int:
+        """Return after how many further steps to look again, `steps` after the last time: at half of the time that is left.
+
+        So a few looks in each interval find the step at which a save is due, whatever steps take.
+        """
+        now = time.monotonic()
+        took, self._looked_at = now - self._looked_at, now
+        return max(1, int(max(0.0, self._due_at - now) * steps / (2 * took))) if took > 0 else 1
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether a save is due, now that `steps` steps have led to `step`; by the clock, says so once."""

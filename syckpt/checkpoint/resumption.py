@@ -10,12 +10,15 @@ again, after the DataLoader's iterator exists, since making it draws a base seed
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from syckpt.checkpoint.broadcast import Broadcast
 from syckpt.checkpoint.items import Items, is_stateful
 from syckpt.checkpoint.ledger import Ledger
-from syckpt.checkpoint.loader import LoadReport
+from syckpt.checkpoint.loader import Fetch, LoadReport
 from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resume import newest_whole
 from syckpt.checkpoint.source import Source
@@ -36,8 +39,18 @@ class Resumption:
     """State and rules of one resume; `commit` is None for a fresh start."""
 
     def __init__(
-        self, reader: Reader, coordinator: Coordinator, items: Items, progress: Progress, ledger: Ledger, *, branch: str, with_rng: bool
+        self,
+        reader: Reader,
+        coordinator: Coordinator,
+        items: Items,
+        progress: Progress,
+        ledger: Ledger,
+        *,
+        branch: str,
+        with_rng: bool,
+        broadcast: Broadcast | None = None,
     ) -> None:
+        """`broadcast`: where all ranks restore together, what they need alike is read once for all."""
         self._reader = reader
         self._coordinator = coordinator
         self._items = items
@@ -46,6 +59,7 @@ class Resumption:
         self.branch = branch
         """The branch on which an older commit is looked for."""
         self._with_rng = with_rng
+        self._broadcast = broadcast
         self._source: Source | None = None
         self._deferred: list[str] = []
         """Optimizers that wait for the modules of their parameters."""
@@ -67,6 +81,10 @@ class Resumption:
     def commit(self) -> Commit | None:
         """The commit that is gone on from."""
         return None if self._source is None else self._source.commit
+
+    def told(self, error: BaseException) -> bool:
+        """Whether an error of a restore was raised on all ranks already, so that they need not be told of it."""
+        return self._broadcast is not None and self._broadcast.told(error)
 
     def open(self, commit: Commit) -> Source:
         """Open any commit for this rank."""
@@ -134,18 +152,31 @@ class Resumption:
         if name in self._deferred:
             self._deferred.remove(name)
 
-    def _restore(self, name: str, source: Source) -> None:
+    def _restore(self, name: str, source: Source, *, call: str | None = None) -> None:
+        """Restore an item, and those that waited for it. `call`: all ranks do so together, as that."""
         if self._items.needs_modules(name, source.node(name)):
             self._deferred.append(name)
             return
-        self._restore_item(name, source)
+        if call is not None and self._broadcast is not None:
+            fetch = self._broadcast.fetcher(source, topic=call, at=name)
+            asked: list[int] = []
+
+            def once(wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+                asked.append(len(wanted))
+                return fetch(wanted)
+
+            self._restore_item(name, source, once)
+            if not asked:
+                fetch({})  # An item that was left as it is: the other ranks may be reading it.
+        else:
+            self._restore_item(name, source)
         for waiting in [n for n in self._deferred if not self._items.needs_modules(n, source.node(n))]:
             self._deferred.remove(waiting)
             self._restore_item(waiting, source)
         self._report_reads(source)
 
-    def _restore_item(self, name: str, source: Source) -> None:
-        notes = self._items.restore(name, source)
+    def _restore_item(self, name: str, source: Source, fetch: Fetch | None = None) -> None:
+        notes = self._items.restore(name, source, fetch=fetch)
         self.report.notes += notes
         for note in notes:
             _log.info("resuming from commit %s: %s", source.commit.id, note)
@@ -156,10 +187,10 @@ class Resumption:
         self.report.per_rank = list(source.per_rank)
         self.report.bytes_read = source.bytes_read
 
-    def restore_all_from(self, commit: Commit) -> None:
+    def restore_all_from(self, commit: Commit, *, call: str = "") -> None:
         """Resume from an older commit than was meant. Raises: IntegrityError."""
         _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
-        self._restore_all(commit, afresh=self._afresh)
+        self._restore_all(commit, afresh=self._afresh, call=call)
 
     def check(self, commit: Commit) -> None:
         """Check that every registered item fits its state in a commit; nothing is touched. Raises: StateError listing what does not."""
@@ -173,23 +204,24 @@ class Resumption:
         if problems:
             raise StateError("\n".join(problems))
 
-    def go_to(self, commit: Commit) -> None:
+    def go_to(self, commit: Commit, *, call: str) -> None:
         """Bring every registered item to a commit that was asked for, never another. Raises: StateError, IntegrityError."""
         self._settled = True
-        self._restore_all(commit, afresh=False)
+        self._restore_all(commit, afresh=False, call=call)
         self.settle()
         self.restore_streams()
         self._report_unused()
 
-    def _restore_all(self, commit: Commit, *, afresh: bool) -> None:
+    def _restore_all(self, commit: Commit, *, afresh: bool, call: str) -> None:
+        """Restore everything that is registered, on all ranks together; `call` names the agreement in which failures are told."""
         self.take_over(commit, afresh=afresh)
         source = self._source
         assert source is not None
-        for name in self._items.names():
+        for name in self._items.names() if self._broadcast is None else sorted(self._items.names()):  # Alike on all ranks.
             if name not in source.names:
                 self.report.missing.append(name)
             elif not self._begins_anew(name):
-                self._restore(name, source)
+                self._restore(name, source, call=call)
 
     def settle(self) -> None:
         """Restore what waited for other items, and read the random streams: an older commit can still be taken where they are damaged."""

@@ -18,13 +18,13 @@ from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.manager import CheckpointManager
 from syckpt.checkpoint.saver import PendingCommit
 from syckpt.checkpoint.specs import Config
-from syckpt.dist.coordinator import connect
+from syckpt.dist.coordinator import Coordinator, Decide, Value, connect
 from syckpt.errors import StateError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects import ids
 from syckpt.repo.repository import Repository
 from syckpt.repo.verify import VerifyReport
-from syckpt.stores.base import parse_root
+from syckpt.stores.base import REPOSITORY, parse_root
 
 __all__ = ["PathManager"]
 
@@ -32,6 +32,27 @@ _ARGUMENTS = frozenset(
     {"max_to_keep", "keep", "maximize", "async_save", "when_busy", "on_error", "rng", "coordinator", "timeout_s", "signer", "trusted_keys"}
 )
 _OFFERED = ("save", "load", "wait", "close", "prewarm", "verify", "register", "unregister", "config", "hash", "last_report")
+
+
+class _Within(Coordinator):
+    """A coordinator that all managers of a job share: ranks that turn to different directories meet, and are told."""
+
+    def __init__(self, shared: Coordinator, folder: str) -> None:
+        self.rank, self.world_size = shared.rank, shared.world_size
+        self._shared = shared
+        self._folder = folder
+
+    @property
+    def agreements(self) -> int:  # type: ignore[override]
+        return self._shared.agreements
+
+    def agree(
+        self, topic: str, mine: Value, decide: Decide, *, error: BaseException | None = None, at: str = "", timeout_s: float | None = None
+    ) -> Value:
+        return self._shared.agree(f"{topic} in {self._folder}", mine, decide, error=error, at=at, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._shared.close()
 
 
 class PathManager(CheckpointManager):
@@ -55,6 +76,7 @@ class PathManager(CheckpointManager):
         self._hyper: HyperConfig | None = None
         self._managers: dict[str, CheckpointManager] = {}
         self._newest: CheckpointManager | None = None
+        self._reported: CheckpointManager | None = None
         self._closed = False
 
     def __getattribute__(self, name: str) -> Any:
@@ -119,7 +141,7 @@ class PathManager(CheckpointManager):
         """Read the commit `DIR/NAME` (NAME may be any revision). See `CheckpointManager.load`."""
         self._require_open()
         folder, name = _split(rev, call="load()")
-        self._newest = manager = self._existing(folder)
+        self._reported = manager = self._existing(folder)
         return manager.load(name, into, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run)
 
     def verify(self, rev: str | os.PathLike[str] = "HEAD") -> VerifyReport:
@@ -141,7 +163,7 @@ class PathManager(CheckpointManager):
     @property
     def last_report(self) -> LoadReport:
         """What the last load did and did not do."""
-        return LoadReport() if self._newest is None else self._newest.last_report
+        return LoadReport() if self._reported is None else self._reported.last_report
 
     def wait(self) -> None:
         """Wait until every save is durable. Raises: what one of them failed with."""
@@ -168,7 +190,8 @@ class PathManager(CheckpointManager):
         """Return the manager of a directory, made when it is first asked for. Collective."""
         manager = self._managers.get(folder)
         if manager is None:
-            manager = CheckpointManager(folder, self._config, auto_resume=False, save_on_exit=False, **self._arguments)
+            told = self._arguments | {"coordinator": _Within(self._coordinator, folder)}
+            manager = CheckpointManager(folder, self._config, auto_resume=False, save_on_exit=False, **told)
             manager._follow_any_tip()
             for name in self._items.names():
                 manager.register(name, self._items[name])
@@ -199,5 +222,9 @@ def _split(path: str | os.PathLike[str] | None, *, call: str) -> tuple[str, str]
     if name in ("", ".", ".."):
         raise StateError(f"{call}: {text!r} is not a path DIR/NAME")
     base = name if call != "save()" else ids.check_name(name, what="commit")
-    # One directory, one manager, by whatever links it is reached.
-    return os.path.realpath(folder or "."), base
+    # One directory, one manager, by whatever links it is reached, and with or without the repository's own name behind it.
+    found = os.path.realpath(folder or ".")
+    found = os.path.dirname(found) if os.path.basename(found) == REPOSITORY else found
+    if REPOSITORY in found.split("/"):
+        raise StateError(f"{call}: {text!r} is inside of a repository, whose files are its own: name a directory outside of {REPOSITORY}")
+    return found, base

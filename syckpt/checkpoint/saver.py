@@ -125,6 +125,8 @@ class _Process:
     """Whether it applies retention, after a save that it has announced."""
     slots: set[int] = field(default_factory=set)
     """Slots that this process has mapped, in their present size."""
+    table: dict[str, Any] | None = None
+    """The table of layouts that this process was given last."""
 
     def await_exit(self, timeout_s: float) -> int | None:
         """Return the exit status, or None if the process is still there after `timeout_s`."""
@@ -169,7 +171,8 @@ class Saver:
         self._slots: list[Slot] = []
         self._in_hand: dict[str, _InHand] = {}
         self._submitted: str | None = None
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()
+        """Held by whoever uses the writer; a manager holds it for a whole save, so that threads make theirs one after the other."""
         self._pid = os.getpid()
 
     @property
@@ -229,11 +232,13 @@ class Saver:
         started: float,
         layouts: dict[str, Any] | None = None,
         sharding: dict[str, Any] | None = None,
+        table: dict[str, Any] | None = None,
     ) -> PendingCommit:
         """Copy the parts into a slot and hand them to the writer; on return the caller may change its tensors.
 
         `items` and `rng` are the structure around the parts, whose entries it counts; `layouts` is how items are shown (`Config.layouts`),
-        `sharding` what resharders declared of them (`Declared.rows`).
+        `sharding` what resharders declared of them (`Declared.rows`). `table` is who stores what (`Sharing.table`), for rank 0's writer:
+        sent when it is another object than the last one.
 
         `after()` is the save, or commit, that this one is to follow.
         `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
@@ -267,23 +272,27 @@ class Saver:
                 "rng": rng,
                 "layouts": layouts or {},
                 "sharding": sharding or {},
+                "has_table": table is not None,
                 "meta": meta,
             }
             pending = PendingCommit(commit, self)
             self._in_hand[commit] = _InHand(pending, slot, 0.0)
             self._submitted = commit
-            self._send_save(slot, message)
+            self._send_save(slot, message, table)
             if commit in self._in_hand:  # else the writer was found dead
                 self._in_hand[commit].stall_s = time.perf_counter() - started
             return pending
 
-    def _send_save(self, slot: Slot, message: dict[str, Any]) -> None:
+    def _send_save(self, slot: Slot, message: dict[str, Any], table: dict[str, Any] | None) -> None:
         process = self._process
         assert process is not None
         try:
             if slot.index not in process.slots:
                 process.channel.send({"op": "slot", "index": slot.index, "nbytes": slot.nbytes}, fd=slot.fd)
                 process.slots.add(slot.index)
+            if table is not None and table is not process.table:
+                process.channel.send({"op": "table", "table": table})
+                process.table = table
             process.channel.send(message)
         except PeerGone as exc:
             self._lost(exc)

@@ -56,7 +56,7 @@ class _Capture:
     rng: Any
     tags: tuple[str, ...]
     facts: Facts
-    replicas: str
+    replicas: dict[str, str]
     metric: float | None
     declared: Declared
     layouts: dict[str, Any]
@@ -110,9 +110,10 @@ class Saves:
             "step": self._progress.step,
             "busy": self._saver.busy(),
             "schema": capture.facts.schema if capture else "",
-            "replicas": capture.replicas if capture else "",
+            "replicas": capture.replicas if capture else {},
             "names": [request.name, *capture.tags] if capture else [],
             "config": hyper.hash(),
+            "layouts": {item: layout[:2] for item, layout in capture.layouts.items()} if capture else {},
             # As values: every rank hears of all of them, once.
             "failed": {commit: to_wire(exc) for commit, exc in self._ledger.unheard().items()} if self._several else {},
         }
@@ -134,7 +135,7 @@ class Saves:
     def prewarm(self, payload: Mapping[str, Any] | None) -> None:
         """Make the memory that a save needs, and wait until the writer is ready. Collective. Raises: as `make`."""
         capture, error = self._capture(Request(None, payload, None, "", (), None, time.perf_counter()))
-        mine = {"schema": capture.facts.schema if capture else "", "replicas": capture.replicas if capture else ""}
+        mine = {"schema": capture.facts.schema if capture else "", "replicas": capture.replicas if capture else {}}
         verdict = self._coordinator.agree("prewarm()", mine, _sameness, error=error, at=self._at)
         assert capture is not None
         self._saver.prewarm(self._parts(capture, verdict))
@@ -142,7 +143,9 @@ class Saves:
     def _capture(self, request: Request) -> tuple[_Capture | None, Exception | None]:
         """Return what this rank has to save, or what keeps it from it: the other ranks must hear of that."""
         try:
-            if not self._several:
+            if self._several:
+                self._ledger.raise_callback_error()
+            else:
                 self._ledger.raise_failure()
             self._saver.prepare()
             tags = _names(request)
@@ -156,7 +159,7 @@ class Saves:
             rng = flat.nodes.pop(_RNG, None)
             declared = declare(self._config, values)
             if not self._several:
-                return _Capture(flat, rng, tags, Facts([], [], ""), "", score, declared, layouts), None
+                return _Capture(flat, rng, tags, Facts([], [], ""), {}, score, declared, layouts), None
             facts = self._sharing.facts(flat, _RNG, declared)
             return _Capture(flat, rng, tags, facts, self._sharing.replicas(flat, facts, _RNG), score, declared, layouts), None
         except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
@@ -206,6 +209,7 @@ class Saves:
             sharding=capture.declared.rows,
             rng=capture.rng,
             layouts=capture.layouts,
+            table=self._sharing.table if self._coordinator.rank == 0 else None,
             after=lambda: self._ledger.parent,
             meta=meta,
             started=request.started,
@@ -226,6 +230,7 @@ class Saves:
             if len({str(value[field_name]) for value in values}) > 1:
                 found = ", ".join(f"rank {rank}: {value[field_name]}" for rank, value in enumerate(values))
                 raise CoordinationError(f"ranks save with different {field_name} ({found}): all ranks have to make the same calls")
+        _refuse_other_layouts(values)
         busy = [rank for rank, value in enumerate(values) if value["busy"]]
         if busy and self._when_busy == "raise":
             raise ConflictError(
@@ -257,9 +262,27 @@ class Saves:
                 raise ConflictError(f"the {what} {ref!r} is being saved already: choose another")
 
 
+def _refuse_other_layouts(values: Sequence[dict[str, Any]]) -> None:
+    """Check that an item is to be the same file on all ranks that have it: else no one could make that file. Raises: StateError."""
+    seen: dict[str, tuple[int, list[Any]]] = {}
+    for rank, value in enumerate(values):
+        for item, layout in value["layouts"].items():
+            other, known = seen.setdefault(item, (rank, layout))
+            if known != layout:
+                found = f"{' as '.join(known)}; {' as '.join(layout)}"
+                raise StateError(
+                    f"ranks {other} and {rank} save item {item!r} under other layouts ({found}): give all ranks the same Config;"
+                    " {rank} in a path stands for the rank"
+                )
+
+
 def _sameness(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return whether all ranks have the same structure, and the same values where they should be the same."""
-    return {f"same_{what}": len({value[what] for value in values}) == 1 for what in ("schema", "replicas")}
+    digests = {(place, digest) for value in values for place, digest in value["replicas"].items()}
+    return {
+        "same_schema": len({value["schema"] for value in values}) == 1,
+        "same_replicas": len(digests) == len({place for place, _ in digests}),
+    }
 
 
 def _failures(values: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -1,11 +1,13 @@
 """Who stores what: the parts of a job's state that this rank hands to its writer.
 
 A sharded tensor is stored box by box, by ranks that hold them; a replicated one once. Owners are balanced by bytes, and every rank
-computes the same ones from the structure that all have. Where ranks have different keys (pipeline or expert parallelism), the owner
-follows from path and box alone. Replicas are compared by digests that travel with the save; a tensor that differs between ranks is stored
-by each. The digests see all of a tensor up to 64 KiB and a sample of a larger one: a difference outside of the sample is not seen, unless
-all bytes are compared (`check_replicas="full"`). A plain tensor that a resharder declares as a box of a global one is no replica: it is
-stored as that box, by one of the ranks that declare the same one.
+computes the same ones from the structure that all have: one copy of each tensor, so that rank 0 can write down who stores what. Where
+ranks have different keys (pipeline or expert parallelism), the owner follows from path and box alone.
+Replicas are compared by digests that travel with the save; a tensor that differs between ranks is stored by each. The digests see all of a
+tensor up to 64 KiB and a sample of a larger one: a difference outside of the sample is not seen, unless all bytes are compared
+(`check_replicas="full"`). Copies of a sharded tensor's parts (HSDP, tensor parallelism) are compared likewise; where they differ, one of
+them is stored, and a warning says so. A plain tensor that a resharder declares as a box of a global one is no replica: it is stored as that
+box, by one of the ranks that declare the same one.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from syckpt.errors import StateError
 from syckpt.objects import canonical
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
+from syckpt.objects.layouts import LayoutTable, TensorLayout
 from syckpt.objects.nodes import format_path
-from syckpt.reshard.layout import Layout, holders
-from syckpt.reshard.owners import Piece, assign
+from syckpt.reshard.keeping import split_of
+from syckpt.reshard.layout import Layout, copies, copy_of, holders, keepers, local_shape
+from syckpt.reshard.owners import Copied, choose, spread
 from syckpt.reshard.plan import plan
 from syckpt.reshard.tensors import layout_of, local_boxes
 from syckpt.state.flatten import Flat, Leaf
@@ -76,7 +80,11 @@ class Sharing:
         self._full = full
         self._one_file = one_file
         self._schema = ""
-        self._owners: dict[tuple[str, Box], int] = {}
+        self._copies: list[int | None] = []
+        self._table: dict[str, Any] | None = None
+        self.table: dict[str, Any] | None = None
+        """Who stores what by the last shares, as `LayoutTable.to_body` without items; None where ranks differ in structure. While the
+        structure stays, it is the same object."""
 
     def facts(self, flat: Flat, own: str, declared: Declared | None = None) -> Facts:
         """Return this rank's structure. Leaves of the item `own` are never shared.
@@ -87,19 +95,31 @@ class Sharing:
         layouts = [None if leaf.path[0] == own else _layout(leaf, path) for leaf, path in zip(flat.leaves, paths, strict=True)]
         claims = [_claim(leaf, path, layout, declared) for leaf, path, layout in zip(flat.leaves, paths, layouts, strict=True)]
         rows = [
-            [path, leaf.dtype, list(leaf.shape), _layout_text(layout)] if claim is None else [path, claim.form(leaf)]
+            [path, leaf.dtype, list(leaf.shape), None if layout is None else layout.text] if claim is None else [path, claim.form(leaf)]
             for path, leaf, layout, claim in zip(paths, flat.leaves, layouts, claims, strict=True)
             if leaf.path[0] != own
         ]
         return Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest(), claims)
 
-    def replicas(self, flat: Flat, facts: Facts, own: str) -> str:
-        """Return one digest of all tensors that should be the same on all ranks; claims to other boxes make it another one."""
-        texts = [canonical.dumps(files_claimed(flat.nodes, self._one_file)).decode()]
-        for leaf, layout, claim in zip(flat.leaves, facts.layouts, facts.claims, strict=True):
-            if layout is None and leaf.path[0] != own and (claim is None or claim.box is not None):
-                texts.append(replica_digest(leaf, full=self._full) + ("" if claim is None else str(claim.box)))
-        return blake3("".join(texts).encode()).hexdigest(length=16)
+    def replicas(self, flat: Flat, facts: Facts, own: str) -> dict[str, str]:
+        """Return one digest of all tensors that should be the same on all ranks; claims to other boxes make it another one.
+
+        Beside it (under `""`) stands one of the parts of sharded tensors that other ranks have too, for each place in a mesh: those that
+        share it should have the same one.
+        """
+        texts = {"": [canonical.dumps(files_claimed(flat.nodes, self._one_file)).decode()]}
+        places: dict[Any, str | None] = {}
+        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
+            if layout is not None and copies(layout) > 1:
+                # Most tensors share a mesh, and a large one is a long list.
+                mesh = (id(layout.ranks), layout.mesh_shape, layout.copying)
+                if mesh not in places:
+                    places[mesh] = _place(layout, self._coordinator.rank)
+                if (place := places[mesh]) is not None:
+                    texts.setdefault(place, []).append(self._digest_of_part(leaf, path))
+            elif layout is None and leaf.path[0] != own and (claim is None or claim.box is not None):
+                texts[""].append(replica_digest(leaf, full=self._full) + ("" if claim is None else str(claim.box)))
+        return {place: blake3("".join(found).encode()).hexdigest(length=16) for place, found in texts.items()}
 
     def share(self, flat: Flat, facts: Facts, *, own: str, same_schema: bool, same_replicas: bool, at: str) -> list[Part]:
         """Return this rank's parts, the first ones aligned with the leaves.
@@ -108,7 +128,7 @@ class Sharing:
         """
         candidates: Mapping[str, Sequence[int]] = {}
         diverged: set[str] = set()
-        copies: Mapping[str, Sequence[int]] | None = None
+        claimants: Mapping[str, Sequence[int]] | None = None
         everyone = range(self._coordinator.world_size)
         if not (same_schema and same_replicas):
             digests: dict[str, str] = {}
@@ -124,24 +144,29 @@ class Sharing:
                     digests[path] = replica_digest(leaf, full=self._full)
             told = {"digests": digests, "sharded": sharded, "claimed": claimed, "files": files_claimed(flat.nodes, self._one_file)}
             verdict = self._coordinator.agree("replicas", told, _compare, at=at)
-            candidates, diverged, copies = verdict["ranks"], set(verdict["diverged"]), verdict["copies"]
+            candidates, diverged, claimants = verdict["ranks"], set(verdict["diverged"]), verdict["copies"]
+            self._warn_of_copies(verdict["unlike"])
         if same_schema and facts.schema != self._schema:
-            self._schema, self._owners = facts.schema, self._balance(flat, facts, own)
+            self._schema, self._copies = facts.schema, self._choose(flat, facts, own)
+            self._table = _table(flat, facts, self._copies, world_size=len(everyone)).to_body()
+        self.table = self._table if same_schema else None
         first: list[Part] = []
         further: list[Part] = []
-        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
+        chosen = self._copies if same_schema else [None] * len(flat.leaves)
+        for leaf, path, layout, claim, copy in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, chosen, strict=True):
             if leaf.path[0] == own or path in diverged or (claim is not None and claim.box is None):
                 first.append(Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array, local=True, trainable=leaf.trainable))
                 continue
             if claim is not None and claim.box is not None:
-                holding = everyone if copies is None else copies.get(_box_text(path, claim.box), (self._coordinator.rank,))
+                holding = everyone if claimants is None else claimants.get(_box_text(path, claim.box), (self._coordinator.rank,))
                 first.append(_box_part(leaf, claim.shape, claim.box, owned=_by_name(path, claim.box, holding) == self._coordinator.rank))
                 continue
-            mine = [
-                (box, view)
-                for box, view, ranks in _held(leaf, path, layout, candidates.get(path, everyone))
-                if (self._owners[path, box] if same_schema else _by_name(path, box, ranks)) == self._coordinator.rank
-            ]
+            if copy is None:
+                held = _held(leaf, path, layout, candidates.get(path, everyone))
+                mine = [(box, view) for box, view, ranks in held if _by_name(path, box, ranks) == self._coordinator.rank]
+            else:
+                is_mine = copy == (self._coordinator.rank if layout is None else copy_of(layout, self._coordinator.rank))
+                mine = _own(leaf, path, layout) if is_mine else []
             parts = [
                 Part(leaf.path, leaf.dtype, leaf.shape, None if layout is None else box, view, trainable=leaf.trainable)
                 for box, view in mine
@@ -156,20 +181,59 @@ class Sharing:
         """Return what other ranks must know of a sharded tensor: its form, this rank's position in the mesh, a digest of its part."""
         form = f"{leaf.dtype} {leaf.shape} {layout.mesh_shape} {layout.placements}"
         if self._coordinator.rank not in layout.ranks:
-            return [form, None, ""]
-        views = [Leaf(leaf.path, view, leaf.dtype, box.sizes) for box, view in local_boxes(leaf.array, path=path)]
-        return [form, layout.ranks.index(self._coordinator.rank), "".join(replica_digest(view, full=self._full) for view in views)]
+            return [form, None, "", None]
+        place = _place(layout, self._coordinator.rank)
+        return [form, layout.ranks.index(self._coordinator.rank), self._digest_of_part(leaf, path), place]
 
-    def _balance(self, flat: Flat, facts: Facts, own: str) -> dict[tuple[str, Box], int]:
-        everyone = tuple(range(self._coordinator.world_size))
-        pieces = []
-        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
+    def _digest_of_part(self, leaf: Leaf, path: str) -> str:
+        views = [Leaf(leaf.path, view, leaf.dtype, box.sizes) for box, view in local_boxes(leaf.array, path=path)]
+        return "".join(replica_digest(view, full=self._full) for view in views)
+
+    def _warn_of_copies(self, unlike: Mapping[str, Sequence[int]]) -> None:
+        if unlike and self._coordinator.rank == 0:
+            found = ", ".join(f"{path} (ranks {', '.join(map(str, ranks))})" for path, ranks in list(unlike.items())[:5])
+            _log.warning(
+                "%d sharded tensors have copies that differ between ranks which should hold the same values, and the values of one of them"
+                " are saved: %s. What keeps them alike in training (a gradient that is not reduced?) is broken",
+                len(unlike),
+                found,
+            )
+
+    def _choose(self, flat: Flat, facts: Facts, own: str) -> list[int | None]:
+        """Return which copy of each tensor is stored: a rank of plain ones, a copy of its layout of a sharded one; None for others."""
+        world_size = self._coordinator.world_size
+        known: dict[Layout | None, tuple[tuple[int, tuple[int, ...]], ...]] = {None: tuple((rank, (rank,)) for rank in spread(world_size))}
+        items: list[Copied] = []
+        numbers: list[int] = []
+        for index, (leaf, path, layout, claim) in enumerate(zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True)):
             if leaf.path[0] == own or claim is not None:
                 continue
-            itemsize = dtype(leaf.dtype).itemsize
-            boxes = {_whole(leaf): everyone} if layout is None else holders(layout)
-            pieces += [Piece(path, box, box.elements * itemsize, ranks) for box, ranks in boxes.items()]
-        return {(piece.key, piece.box): owner for piece, owner in zip(pieces, assign(pieces, len(everyone)), strict=True)}
+            if layout not in known:
+                assert layout is not None
+                known[layout] = tuple((copy, tuple(sorted(keepers(layout, copy)))) for copy in spread(copies(layout)))
+            sizes = leaf.shape if layout is None else local_shape(layout, (0,) * len(layout.mesh_shape))
+            items.append(Copied(path, prod(sizes) * dtype(leaf.dtype).itemsize, known[layout]))
+            numbers.append(index)
+        chosen: list[int | None] = [None] * len(flat.leaves)
+        for index, copy in zip(numbers, choose(items, world_size), strict=True):
+            chosen[index] = copy
+        return chosen
+
+
+def _table(flat: Flat, facts: Facts, chosen: Sequence[int | None], *, world_size: int) -> LayoutTable:
+    """Return the table of layouts of all tensors of which a copy was chosen; it names no items."""
+    meshes: dict[Any, int] = {}
+    layouts: dict[Any, int] = {}
+    rows = []
+    for leaf, layout, copy in zip(flat.leaves, facts.layouts, chosen, strict=True):
+        if copy is None:
+            continue
+        number = None
+        if layout is not None:
+            mesh = meshes.setdefault((layout.mesh_shape, layout.ranks), len(meshes))
+            number = layouts.setdefault((mesh, tuple(map(split_of, layout.placements))), len(layouts))
+        rows.append(TensorLayout(leaf.path, leaf.dtype, leaf.shape, number, copy))
+    return LayoutTable(world_size, {}, tuple(meshes), tuple(layouts), tuple(rows))
 
 
 def whole(flat: Flat, declared: Declared | None = None) -> list[Part]:
@@ -204,12 +268,22 @@ def _layout(leaf: Leaf, path: str) -> Layout | None:
     return layout_of(leaf.array, path=path) if isinstance(leaf.array, torch.Tensor) else None
 
 
-def _layout_text(layout: Layout | None) -> str | None:
-    return None if layout is None else f"{layout.mesh_shape} {layout.ranks} {layout.placements}"
+def _place(layout: Layout, rank: int) -> str | None:
+    """Return a text that those ranks have in common that hold the same part; None for a rank outside of the mesh."""
+    coordinate = layout.coordinate_of(rank)
+    if coordinate is None:
+        return None
+    where = ["*" if axis in layout.copying else index for axis, index in enumerate(coordinate)]
+    return f"{zlib.crc32(str(layout.ranks).encode()):08x} {layout.mesh_shape} {where}"
 
 
 def _whole(leaf: Leaf) -> Box:
     return Box((0,) * len(leaf.shape), leaf.shape)
+
+
+def _own(leaf: Leaf, path: str, layout: Layout | None) -> list[tuple[Box, Any]]:
+    """Return the boxes that this rank holds, and their values."""
+    return [(_whole(leaf), leaf.array)] if layout is None else local_boxes(leaf.array, path=path)
 
 
 def _held(leaf: Leaf, path: str, layout: Layout | None, ranks: Iterable[int]) -> list[tuple[Box, Any, tuple[int, ...]]]:
@@ -228,7 +302,7 @@ def _compare(told: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Rank 0: which ranks have which plain tensors, and which of them differ. Raises: StateError."""
     _refuse_other_tensors(told)
     refuse_differing([mine["files"] for mine in told], [mine["digests"] for mine in told])
-    copies = _copies(told)
+    claimants = _claimants(told)
     ranks: dict[str, list[int]] = {}
     values: dict[str, set[str]] = {}
     for rank, mine in enumerate(told):
@@ -239,11 +313,12 @@ def _compare(told: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return {
         "ranks": {path: held for path, held in ranks.items() if held != everyone},
         "diverged": [path for path, found in values.items() if len(found) > 1],
-        "copies": copies,
+        "copies": claimants,
+        "unlike": _unlike(told),
     }
 
 
-def _copies(told: list[dict[str, dict[str, Any]]]) -> dict[str, list[int]]:
+def _claimants(told: list[dict[str, dict[str, Any]]]) -> dict[str, list[int]]:
     """Return which ranks claim one box of one tensor, where there are several. Raises: StateError for claims that make no tensor."""
     forms: dict[str, tuple[int, str]] = {}
     shapes: dict[str, list[int]] = {}
@@ -293,7 +368,7 @@ def _refuse_other_tensors(told: list[dict[str, dict[str, Any]]]) -> None:
     first: dict[str, tuple[int, str]] = {}
     parts: dict[tuple[str, int], tuple[int, str]] = {}
     for rank, mine in enumerate(told):
-        for path, (form, position, digest) in mine["sharded"].items():
+        for path, (form, position, digest, _) in mine["sharded"].items():
             other, known = first.setdefault(path, (rank, form))
             if form == known and position is not None:
                 other, known = parts.setdefault((path, position), (rank, digest))
@@ -303,6 +378,20 @@ def _refuse_other_tensors(told: list[dict[str, dict[str, Any]]]) -> None:
     for rank, mine in enumerate(told):
         for path in first.keys() & mine["digests"].keys():
             raise _not_one(path, first[path][0], rank)
+
+
+def _unlike(told: list[dict[str, dict[str, Any]]]) -> dict[str, list[int]]:
+    """Return the sharded tensors of which ranks that hold one part have different values, with those ranks."""
+    held: dict[tuple[str, str], dict[int, str]] = {}
+    for rank, mine in enumerate(told):
+        for path, (_, _, digest, place) in mine["sharded"].items():
+            if place is not None:
+                held.setdefault((path, place), {})[rank] = digest
+    found: dict[str, list[int]] = {}
+    for (path, _), parts in held.items():
+        if len(set(parts.values())) > 1:
+            found[path] = sorted({*found.get(path, ()), *parts})
+    return found
 
 
 def _not_one(path: str, first: int, second: int) -> StateError:

@@ -54,26 +54,36 @@ class Source:
         """Whether there are ranks that may have what this one has not."""
         self.entries = self.content.entries
         """The tensors; nodes count them."""
-        self.shared = len(self.entries)
-        """How many of them are the commit's; the others are windows that this reader looks through."""
-        self._rng = self.content.rng
-        partial: list[KeyPath] = []
-        self._items, self.per_rank = self._structure(rank, world_size, partial)
+        self._differing: list[str] = []
+        self._choose = None if world_size is None else rank % commit.world_size
+        self._items: dict[str, Node] = {}
+        self._of_some: set[str] = set()
         self._unwindowed: dict[str, Node] = {}
         self._windows: dict[str, Mapping[str, ShardingMetadata]] = {}
-        self._of_some = {nodes.format_path(path) for path in partial}
+        # Whatever is wrong with the first manifest is told now.
+        _ = self.content.items[self.rank if self.same_size else (self._choose or 0)]
         self.handled: dict[str, list[str]] = {}
         """By item, the path texts that a resharder of the reader's handled."""
         self._streams: Any = None
         self._resharded: dict[str, tuple[Stored, tuple[Box, ...]]] = {}
 
-    def _structure(self, rank: int, world_size: int | None, partial: list[KeyPath]) -> tuple[dict[str, Node], list[str]]:
-        """Return the items as this reader sees them, and the paths at which ranks differ and that is not settled by rank."""
-        items = self.content.items
-        if len(items) == 1 or not self.same_size:
-            return self.content.merged(choose=None if world_size is None else rank % len(items), partial=partial)
-        # What this rank declared as boxes of global tensors comes back as these boxes.
-        return {name: self.windowed(node, (name,), self.declared(name, rank)) for name, node in items[rank].items()}, []
+    @property
+    def _has_own(self) -> bool:
+        """Whether this reader takes the structure, and the streams, that its own rank saved."""
+        return self.same_size or self.commit.world_size == 1
+
+    def _structure(self, name: str) -> Node:
+        """Return an item as this reader sees it."""
+        if self._has_own:
+            rank = self.rank if self.same_size else 0
+            node = self.content.items[rank][name]
+            # What this rank declared as boxes of global tensors comes back as these boxes.
+            return self.windowed(node, (name,), self.declared(name, rank)) if self.commit.world_size > 1 else node
+        partial: list[KeyPath] = []
+        node, differing = self.content.merged_item(name, choose=self._choose, partial=partial)
+        self._differing += differing
+        self._of_some |= {nodes.format_path(path) for path in partial}
+        return node
 
     def declared(self, name: str, rank: int) -> dict[str, ShardingMetadata]:
         """Return what a rank's resharder declared of an item when it was saved, by path text. Raises: IntegrityError."""
@@ -83,13 +93,28 @@ class Source:
 
     @property
     def names(self) -> set[str]:
-        """Names of the items in the commit."""
-        return set(self._items)
+        """Names of the items in the commit, as far as this reader sees them."""
+        if self._has_own:
+            return set(self.content.items[self.rank if self.same_size else 0])
+        return self.content.names
 
     @property
     def has_rng(self) -> bool:
         """Whether random streams were saved."""
-        return any(node is not None for node in self._rng.values())
+        return self.content.rng[self._streams_of] is not None
+
+    @property
+    def per_rank(self) -> list[str]:
+        """Paths at which ranks differ where that is not settled by rank, of all items as far as no more manifests need be read for it."""
+        if not self._has_own and self.content.is_complete:
+            for name in sorted(self.names):
+                self.node(name)
+        return list(self._differing)
+
+    @property
+    def _streams_of(self) -> int:
+        """Whose random streams this reader takes."""
+        return self.rank if self.same_size else 0
 
     @property
     def bytes_read(self) -> int:
@@ -98,14 +123,17 @@ class Source:
 
     def node(self, name: str) -> Node:
         """Return an item's structure. Raises: NotFoundError."""
-        try:
-            return self._items[name]
-        except KeyError:
-            raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}") from None
+        if name not in self._items:
+            if name not in self.names:
+                raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}")
+            self._items[name] = self._structure(name)
+        return self._items[name]
 
     def differing(self, name: str) -> list[str]:
         """Return the paths of an item at which ranks differ, where that is not settled by rank."""
-        return [path for path in self.per_rank if path == name or path.startswith(f"{name}/")]
+        if name in self.names:
+            self.node(name)
+        return [path for path in self._differing if path == name or path.startswith(f"{name}/")]
 
     def show(self, name: str, node: Node) -> None:
         """See an item in another way from here on."""
@@ -128,6 +156,12 @@ class Source:
     def of_some_ranks(self, path: str) -> bool:
         """Whether only some of the ranks that saved had that path, and this reader need not have it either (a stage, an expert)."""
         return self.has_others and any(path == part or path.startswith(f"{part}/") for part in self._of_some)
+
+    def locate(self, wanted: Mapping[int, torch.Tensor | None]) -> None:
+        """Read the manifests that `fetch` needs: what fills the targets is then among `near` of each entry. Raises: IntegrityError."""
+        for number, target in wanted.items():
+            stored = self.entries[number]
+            self.content.locate(stored, [_whole(stored)] if target is None else [box for box, _ in _boxes(stored, target)])
 
     def windowed(self, node: Node, path: KeyPath, declared: Mapping[str, ShardingMetadata]) -> Node:
         """Return a node, at that path, whose tensors are only the one box each that is declared of them, by path text."""
@@ -152,7 +186,7 @@ class Source:
     def rng(self) -> Any:
         """Return this rank's saved random streams, as `state.rng.capture` made them; read and verified once."""
         if self._streams is None:
-            planned = fit(self._rng[self.rank if self.same_size else min(self._rng)], None, path=("rng",), entries=self.entries)
+            planned = fit(self.content.rng[self._streams_of], None, path=("rng",), entries=self.entries)
             self._streams = planned.build(self.fetch(dict.fromkeys(planned.fresh)).__getitem__)
         return self._streams
 
@@ -177,21 +211,23 @@ class Source:
         for number, target in wanted.items():
             stored = self.entries[number]
             boxes = [_whole(stored)] if target is None else [box for box, _ in _boxes(stored, target)]
+            self.content.locate(stored, boxes)
             self._note(stored, boxes)
-            if check and [box for box, _, _ in stored.pieces] != boxes:
+            if check and [box for box, _, _ in stored.near] != boxes:
                 self._plan(stored, tuple(boxes))
 
     def _note(self, stored: Stored, boxes: Sequence[Box]) -> None:
-        if not set(boxes) <= {box for box, _, _ in stored.pieces}:
+        if not set(boxes) <= {box for box, _, _ in stored.near}:
             self._resharded[nodes.format_path(stored.path)] = stored, tuple(boxes)
 
     def _plan(self, stored: Stored, boxes: tuple[Box, ...]) -> LoadPlan:
         path = nodes.format_path(stored.path)
         slices = []
-        for region in plan([box for box, _, _ in stored.pieces], boxes, path=path, reader=self.rank):
+        self.content.locate(stored, boxes)
+        for region in plan([box for box, _, _ in stored.near], boxes, path=path, reader=self.rank):
             offsets = zip(boxes[region.target].offsets, region.target_offsets, strict=True)
-            slices.append(LoadSlice(stored.ranks[region.source], Box(tuple(a + b for a, b in offsets), region.sizes)))
-        shape = stored.pieces[0][1].shape if stored.pieces else stored.shape
+            slices.append(LoadSlice(stored.near_ranks[region.source], Box(tuple(a + b for a, b in offsets), region.sizes)))
+        shape = stored.near[0][1].shape if stored.near else stored.shape
         return LoadPlan(shape, stored.dtype, boxes, tuple(slices))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -215,6 +251,7 @@ class Source:
                     copies.append((view, direct))
                     between += direct.nbytes
                 targets.append((box, direct))
+            self.content.locate(stored, [box for box, _ in targets])
             self._note(stored, [box for box, _ in targets])
             work += self._tasks(stored, targets)
             if between > _BETWEEN_NBYTES:
@@ -226,14 +263,16 @@ class Source:
         return found
 
     def _run(self, work: Sequence[Callable[[], None]], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._reader.run(work)
+        with self._reader.reading(self.commit):
+            self._reader.run(work)
         with torch.no_grad():
             for target, value in copies:
                 copy_tensor(target, value)
 
     def read_into(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Fill a CPU tensor of the stored dtype with any box of the global tensor. Raises: as `read_window`."""
-        self._reader.run(self._tasks(stored, [(box, target)]))
+        with self._reader.reading(self.commit):
+            self._reader.run(self._tasks(stored, [(box, target)]))
 
     def new(self, number: int) -> torch.Tensor:
         """Return an empty CPU tensor for an entry. Raises: StateError."""
@@ -247,8 +286,9 @@ class Source:
 
     def _tasks(self, stored: Stored, targets: Sequence[tuple[Box, torch.Tensor]]) -> list[Callable[[], None]]:
         """Return the tasks, one a block, that bring a tensor's stored boxes into target boxes (contiguous or strided CPU memory)."""
-        if len(stored.pieces) == 1 and len(targets) == 1 and stored.pieces[0][0] == targets[0][0] and targets[0][1].is_contiguous():
-            _, entry, place = stored.pieces[0]
+        self.content.locate(stored, [box for box, _ in targets])
+        if len(stored.near) == 1 and len(targets) == 1 and stored.near[0][0] == targets[0][0] and targets[0][1].is_contiguous():
+            _, entry, place = stored.near[0]
             return self._reader.tasks(entry, place, _memory(targets[0][1]))
         itemsize = dtype(stored.dtype).itemsize
         return self.content.tasks(stored, [(box, _bits(tensor, itemsize)) for box, tensor in targets], reader=self.rank)

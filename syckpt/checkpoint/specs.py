@@ -34,7 +34,9 @@ class LayoutInfo:
 
     def __post_init__(self) -> None:
         if not ids.is_file_path(self.file_path):
-            raise StateError(f"LayoutInfo({self.file_path!r}): expected a relative path without empty parts, '.', '..' or '.syckpt'")
+            raise StateError(
+                f"LayoutInfo({self.file_path!r}): expected a relative path of up to 32 parts, none of them empty, '.', '..' or '.syckpt'"
+            )
         unknown = set(_PLACEHOLDER.findall(self.file_path)) - {"{rank}"}
         if unknown:
             raise StateError(f"LayoutInfo({self.file_path!r}): {{rank}} is the only placeholder, found {', '.join(sorted(unknown))}")
@@ -84,12 +86,13 @@ class Config:
     read: Literal["ranged", "broadcast"] = "ranged"
     check_replicas: Literal["sampled", "full"] = "sampled"
     pre_finalize_callback: Callable[[str], None] | None = None
-    """Called with the id of each save in the caller's thread, when its state is staged and before any of it can become visible; what it
+    """Called with the id of each save in the caller's thread, when all ranks have agreed on it and before its state is copied; what it
     raises gives the save up, on all ranks."""
     finalize_callback: Callable[[Commit], None] | None = None
-    """Called with each durable commit, in the caller's thread, when it is next heard of."""
+    """Called with each durable commit, in the caller's thread, when it is next heard of. What it raises is logged, and raised by the next
+    `save`, `wait` or `close` (`on_error="warn"`: logged)."""
     on_stats: Callable[[dict[str, Any]], None] | None = None
-    """Called with each durable save's figures, in the caller's thread, when it is next heard of."""
+    """Called with each durable save's figures before `finalize_callback`, in the same way."""
 
     def __post_init__(self) -> None:
         _one_of("compression", self.compression, ("fast", "none"))
@@ -97,6 +100,9 @@ class Config:
         _one_of("check_replicas", self.check_replicas, ("sampled", "full"))
         if type(self.keyframe_every) is not int or self.keyframe_every < 1:
             raise StateError(f"keyframe_every={self.keyframe_every!r}: expected a number of commits, at least 1")
+        for name in ("pre_finalize_callback", "finalize_callback", "on_stats"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise StateError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not isinstance(self.items, Mapping):
             raise StateError(f"items={self.items!r}: expected a mapping of item names to ItemSpec")
         for name, spec in self.items.items():

@@ -16,7 +16,7 @@ from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.start import Seat
 from syckpt.dist.coordinator import Coordinator
-from syckpt.errors import ConflictError, IntegrityError, StateError
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.repo import branches, history, leases, receipts
@@ -87,17 +87,22 @@ class Standing:
         receipts.discard(self._repository, hold.branch)
         return {"hold": asdict(hold)}
 
-    def _agree(self, call: str, decide: Callable[[], _Decision], *, at: str = "") -> _Decision:
-        """Settle the resume on all ranks, from an older commit as long as any of them meets damage; then return rank 0's decision."""
+    def _agree(self, call: str, decide: Callable[[], _Decision], *, at: str = "", check: Callable[[], object] = lambda: None) -> _Decision:
+        """Settle the resume on all ranks, from an older commit as long as any of them meets damage; then return rank 0's decision.
+
+        `at` are the caller's arguments, the same on all ranks; `check` raises for those that are wrong.
+        """
         resumption = self._resumption
 
         def settled(values: Sequence[dict[str, Any]]) -> _Decision:
+            _refuse_other_arguments(call, [value["at"] for value in values])
             older = resumption.older([f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]])
             return {"resume": older.id} if older is not None else {"resume": None, **decide()}
 
         while True:
             error: Exception | None = None
             try:
+                check()
                 if self._torn is None:
                     resumption.settle()
                 if self.taken:
@@ -105,11 +110,12 @@ class Standing:
                     self._ledger.raise_failure()
             except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
                 error = exc
-            verdict = self._coordinator.agree(call, {"damage": resumption.damage}, settled, error=error, at=at)
+            mine = {"damage": resumption.damage, "at": at}
+            verdict = self._coordinator.agree(call, mine, settled, error=error, at=at)
             if verdict["resume"] is None:
                 return verdict
             try:
-                resumption.restore_all_from(self._repository.read_commit(verdict["resume"]))
+                self._together(resumption.restore_all_from, verdict["resume"], call=call, at="an older commit")
             except IntegrityError as exc:
                 resumption.damage = str(exc)
 
@@ -122,9 +128,8 @@ class Standing:
     def goto(self, rev: str) -> None:
         """Bring the registered items, counters and streams to a commit; the branch stays, and its next save follows that commit."""
         self._saver.require_own_process()
-        revision = text_of(rev)
-        call = f"goto({revision!r})"
-        commit = self._agree("goto()", lambda: {"commit": self._resolve(revision).id}, at=revision)["commit"]
+        call = f"goto({_shown(rev)!r})"
+        commit = self._agree("goto()", lambda: self._found(rev), at=_shown(rev), check=lambda: text_of(rev))["commit"]
         self._check(commit, call=call)
         self._restore(commit, call=call)
 
@@ -138,10 +143,21 @@ class Standing:
         """
         self._saver.require_own_process()
         self._refuse_torn()
-        call, at = f"create_branch({name!r})", text_of(at)
-        ids.check_name(name, what="branch")
-        told = self._agree("create_branch()", lambda: self._look(name, at, unsaved=unsaved), at=name)
+        call = f"create_branch({name!r})"
+
+        def check() -> None:
+            ids.check_name(name, what="branch")
+            text_of(at)
+
+        if name == self.branch and unsaved:
+            save_unsaved()
+        asked = f"{name} at {_shown(at)}"
+        told = self._agree("create_branch()", lambda: self._look(name, text_of(at), unsaved=unsaved), at=asked, check=check)
         commit: str | None = told["commit"]
+        if commit is None and name == self.branch:
+            first_save()
+            self._forks[name] = self._progress.first_epoch = self._progress.next_epoch
+            return
         if commit is None:
             commit = self._first_commit(name, first_save)
             if commit is None:
@@ -156,7 +172,7 @@ class Standing:
         fork = told["fork"]
         if fork is None:
             start = commit
-            fork = self._agree("create_branch()", lambda: self._fork(name, start), at="fork")["fork"]
+            fork = self._agree("create_branch()", lambda: self._fork(name, start, here=not told["restore"]), at="fork")["fork"]
         self._forks[name] = fork
         self._switch(name, commit)
         if told["restore"]:
@@ -170,7 +186,7 @@ class Standing:
             tip = history.tip(self._repository, name)
             # A script that was cut off right after it had made the branch, at this very state: nothing was saved on it yet.
             untouched = here and name != self.branch and tip.id == parent and tip.branch != name and not unsaved
-            return {"commit": tip.id, "restore": not untouched, "fork": self._fork_of(name)}
+            return {"commit": tip.id, "restore": not untouched, "fork": self._epoch_here(tip) if untouched else self._fork_of(name)}
         self._refuse_taken(name)
         if not here:
             return {"commit": self._resolve(at).id, "restore": True, "fork": None}
@@ -182,10 +198,14 @@ class Standing:
             if head is not None and head.commit is not None and not self._repository.read_commit(head.commit).dropped:
                 raise ConflictError(f"{name!r} is a {what}, which a branch of that name would hide: choose another")
 
-    def _fork(self, name: str, commit_id: str) -> _Decision:
+    def _fork(self, name: str, commit_id: str, *, here: bool) -> _Decision:
         commit = self._repository.read_commit(commit_id)
         branches.create(self._repository, name, commit, run=self._seat.start.run)
-        return {"fork": _next_epoch(commit)}
+        return {"fork": self._epoch_here(commit) if here else _next_epoch(commit)}
+
+    def _epoch_here(self, commit: Commit) -> int:
+        """Return the epoch that follows a commit; where the state is not the commit's (it began afresh), the state's."""
+        return _next_epoch(commit) if commit.step == self._progress.step else self._progress.next_epoch
 
     def _first_commit(self, name: str, save: Callable[[], PendingCommit | None]) -> str | None:
         """Commit the state that no commit has, on the branch as it is, and return its id.
@@ -221,7 +241,7 @@ class Standing:
                 leases.await_drain(self._repository, name)
             return {"commit": history.tip(self._repository, name).id}
 
-        commit = self._agree("checkout_branch()", decide, at=name)["commit"]
+        commit = self._agree("checkout_branch()", decide, at=str(name))["commit"]
         call = f"checkout_branch({name!r})"
         self._check(commit, call=call)
         if name != self.branch:
@@ -231,42 +251,53 @@ class Standing:
 
     def delete_branch(self, name: str) -> None:
         """Delete another branch; its commits stay until the collector finds them unreachable."""
-        if name == self.branch:
-            raise ConflictError(f"branch {name!r} is the one that this manager writes: checkout_branch() another one first")
+
+        def check() -> None:
+            if name == self.branch:
+                raise ConflictError(f"branch {name!r} is the one that this manager writes: checkout_branch() another one first")
 
         def decide() -> _Decision:
             branches.delete(self._repository, name, run=self._seat.start.run)
             return {}
 
-        self._agree("delete_branch()", decide, at=name)
+        self._agree("delete_branch()", decide, at=str(name), check=check)
 
     def tag(self, name: str, rev: str) -> None:
         """Name a commit, for good."""
 
-        revision = text_of(rev)
-
         def decide() -> _Decision:
-            branches.tag(self._repository, name, self._resolve(revision), run=self._seat.start.run)
+            branches.tag(self._repository, name, self._resolve(text_of(rev)), run=self._seat.start.run)
             return {}
 
-        self._agree("tag()", decide, at=name)
+        self._agree("tag()", decide, at=f"{name} at {_shown(rev)}", check=lambda: text_of(rev))
 
     def commit(self, rev: str, *, call: str) -> Commit:
         """Return the commit that a revision names, the same on all ranks, after waiting for this manager's own saves."""
-        revision = text_of(rev)
-        return self._repository.read_commit(self._agree(call, lambda: {"commit": self._resolve(revision).id}, at=revision)["commit"])
+        found = self._agree(call, lambda: self._found(rev), at=_shown(rev), check=lambda: text_of(rev))
+        return self._repository.read_commit(found["commit"])
+
+    def _found(self, rev: str) -> _Decision:
+        return {"commit": self._resolve(text_of(rev)).id}
 
     def _resolve(self, rev: str) -> Commit:
         return history.resolve(self._repository, rev, branch=self.branch, maximize=self._maximize)
 
     def _fork_of(self, branch: str) -> int:
-        """Return the epoch at which a branch was forked."""
-        ref = f"heads/{branch}"
+        """Return the epoch at which a branch was forked: that of the commit at which it was made, or of its own first one, if that is less.
+
+        The latter where it begins with a state that had begun afresh.
+        """
+        ref, first = f"heads/{branch}", None
         for number in reversed(self._repository.refs.numbers(ref)):
             record = self._repository.refs.read(ref, number)
+            if record.deleted:
+                break
             if record.reason == "create" and record.commit is not None:
-                return _next_epoch(self._repository.read_commit(record.commit))
-        return 0
+                fork = _next_epoch(self._repository.read_commit(record.commit))
+                return fork if first is None else min(fork, self._repository.read_commit(first).epoch)
+            if record.reason != "open":
+                first = record.commit
+        return 0 if first is None else self._repository.read_commit(first).epoch
 
     def _switch(self, branch: str, tip: str | None) -> None:
         """Give the branch that is written back, and write another one from the next save on (`tip` None: as its first)."""
@@ -281,7 +312,7 @@ class Standing:
 
     def _check(self, commit: str, *, call: str) -> None:
         """Check on every rank that what is registered fits a commit: before anything is made, moved or touched."""
-        self._together(self._resumption.check, commit, call=call, at="check")
+        self._together(lambda commit, call: self._resumption.check(commit), commit, call=call, at="check")
 
     def _restore(self, commit: str, *, call: str) -> None:
         """Restore everything that is registered, on every rank."""
@@ -289,13 +320,22 @@ class Standing:
         self._together(self._resumption.go_to, commit, call=call, at="restore")
         self._torn = None
 
-    def _together(self, act: Callable[[Commit], None], commit: str, *, call: str, at: str) -> None:
+    def _together(self, act: Callable[..., None], commit: str, *, call: str, at: str) -> None:
         error: Exception | None = None
         try:
-            act(self._repository.read_commit(commit))
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
+            act(self._repository.read_commit(commit), call=call)
+        except Exception as exc:
+            if self._resumption.told(exc):
+                raise
             error = exc
         self._coordinator.barrier(call, error=error, at=at)
+
+
+def _refuse_other_arguments(call: str, found: Sequence[str]) -> None:
+    """Ranks that name different things would go to different places. Raises: CoordinationError."""
+    if len(set(found)) > 1:
+        told = ", ".join(f"rank {rank}: {text!r}" for rank, text in enumerate(found))
+        raise CoordinationError(f"ranks call {call} with different arguments ({told}): all ranks have to make the same calls")
 
 
 def text_of(rev: object) -> str:
@@ -305,6 +345,11 @@ def text_of(rev: object) -> str:
     if not isinstance(rev, str):
         raise StateError(f"{rev!r} is not a revision: expected a text such as 'HEAD~1', or what save() returned")
     return rev
+
+
+def _shown(rev: object) -> str:
+    """Return what stands for a revision where ranks compare what they ask for."""
+    return rev.id if isinstance(rev, PendingCommit | Commit) else str(rev)
 
 
 def _next_epoch(commit: Commit) -> int:

@@ -128,6 +128,11 @@ class Tree:
                 other = self._makers[file.path][0]
                 raise IntegrityError(f"commit {content.commit.id}: items {other.item!r} and {file.item!r} are both the file {file.path}")
             self._makers[file.path] = file, maker
+        for path in self._makers:
+            parts = path.split("/")
+            above = next((folder for end in range(1, len(parts)) if (folder := "/".join(parts[:end])) in self._makers), None)
+            if above is not None:
+                raise IntegrityError(f"commit {content.commit.id}: {above} is a file, and a directory of the file {path}")
 
     def _check(self, node: Node) -> None:
         nodes.decode(node)
@@ -145,7 +150,9 @@ class Tree:
         differ, or its format lacks something.
         """
         if path not in self._makers:
-            raise NotFoundError(f"commit {self._content.commit.id} has no file {path!r}; it has {', '.join(sorted(self._makers))}")
+            known = sorted(self._makers)
+            more = f" and {len(known) - 20} more" if len(known) > 20 else ""
+            raise NotFoundError(f"commit {self._content.commit.id} has no file {path!r}; it has {', '.join(known[:20])}{more}")
         self._makers[path][1](out)
 
     def read(self, path: str) -> bytes:

@@ -17,21 +17,22 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from syckpt.checkpoint.wire import Channel, PeerGone
-from syckpt.errors import ConflictError, RankTimeout, SyckptError, from_wire, to_wire
+from syckpt.errors import ConflictError, IntegrityError, RankTimeout, StoreError, SyckptError, from_wire, to_wire
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
+from syckpt.objects.layouts import LayoutTable
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Lease, Owner
-from syckpt.repo import leases, owner
+from syckpt.repo import documents, leases, owner
 from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.receipts import Desk, Receipt
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, layouts_key
 from syckpt.repo.retention import Keeper, Retention
 from syckpt.repo.signing import Signer
 from syckpt.repo.transaction import Hold, Transaction, blobs_of, recover, refuse_if_fenced
@@ -146,6 +147,8 @@ class _Writer:
             threads=start["threads"],
         )
         self._slots: dict[int, mmap.mmap] = {}
+        self._table: LayoutTable | None = None
+        """Who stores what, as the trainer said it last; without the names of items."""
         self._failed: dict[str, str | None] = {}
         """Saves that came to nothing, and the save or commit that each was to follow."""
         self._newest: Commit | None = None
@@ -157,6 +160,8 @@ class _Writer:
             assert mail.fd is not None
             self._slots[message["index"]] = mmap.mmap(mail.fd, message["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ)
             os.close(mail.fd)
+        elif message["op"] == "table":
+            self._table = LayoutTable.from_body(message["table"], where="the trainer's table of layouts")
         elif message["op"] == "save":
             self._save(message)
 
@@ -209,11 +214,17 @@ class _Writer:
             parent = self._parent(message["after"])
             uses = self._packer.points_into(parent)
             transaction = Transaction(self._repository, message["id"], self._hold, uses=uses, owner=self._owner)
-            packed = self._pack(message, parent)
+            try:
+                packed = self._pack(message, parent)
+            except (IntegrityError, StoreError):
+                refuse_if_fenced(self._repository, self._hold)  # then a newer incarnation has removed what was written
+                raise
             others = self._collect(desk, message["id"])
             tables = [packed.locations, *self._suspect(message["id"], others)]
-            parts = [Receipt(0, packed.manifest_seal, packed.stats), *others]
+            parts = [Receipt(0, packed.manifest_seal, packed.stats, items=packed.items), *others]
             commit = self._describe(message, parent, parts, begun)
+            if message["has_table"]:
+                commit = replace(commit, layouts=self._write_layouts(commit.id, parts))
             if self._world_size > 1:
                 desk.require_undecided()
             self._hold, commit = transaction.publish(commit, hold=self._hold, reader=self._reader, locations=tables, signer=self._signer)
@@ -232,6 +243,16 @@ class _Writer:
             # Every rank has handed in a later part, so all of them know how that save went.
             before.clear(wait_s=0.0)
         return commit
+
+    def _write_layouts(self, commit: str, parts: list[Receipt]) -> str:
+        """Write the table of layouts, by which readers know whose manifests they need; return its seal."""
+        assert self._table is not None
+        first = parts[0].items
+        same = {
+            name: first.get(name) is not None and all(part.items.get(name) == first[name] for part in parts)
+            for name in sorted({name for part in parts for name in part.items})
+        }
+        return documents.write(self._repository.store, layouts_key(commit), replace(self._table, items=same).to_body())
 
     def _suspect(self, commit: str, others: list[Receipt]) -> list[Locations]:
         """Return the locations of ranks that name a blob which is not there: repack may have moved its bytes, which only they would tell.
@@ -298,7 +319,7 @@ class _Writer:
         failure: BaseException | None = None
         try:
             packed = self._pack(message, self._parent(message["after"]))
-            desk.hand_in(Receipt(self._rank, packed.manifest_seal, packed.stats, blobs_of(self._reader, packed.locations)))
+            desk.hand_in(Receipt(self._rank, packed.manifest_seal, packed.stats, blobs_of(self._reader, packed.locations), packed.items))
         except Exception as exc:  # noqa: BLE001 - rank 0 hears of it, whatever it was, and every rank fails alike
             failure = exc
         if failure is not None:

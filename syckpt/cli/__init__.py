@@ -9,9 +9,11 @@ A SyckptError ends in one line on stderr and the exit status of its class (`syck
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -19,7 +21,7 @@ import click
 from syckpt import __version__
 from syckpt.cli.invocation import Invocation
 from syckpt.cli.output import one_line
-from syckpt.errors import SyckptError, exit_code
+from syckpt.errors import StoreError, SyckptError, exit_code
 
 __all__ = ["main"]
 
@@ -67,9 +69,19 @@ class _Commands(click.Group):
             click.echo(f"syckpt: {one_line(str(error))}", err=True)
             ctx.exit(exit_code(error))
         except BrokenPipeError:
-            # The reader has gone, as in `syckpt log | head`. The interpreter flushes stdout once more when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader has gone, as in `syckpt log | head`.
+            _drop_output()
             ctx.exit(128 + signal.SIGPIPE)
+        except OSError as error:
+            _drop_output()
+            click.echo(f"syckpt: {one_line(str(error))}", err=True)
+            ctx.exit(exit_code(StoreError()))
+
+
+def _drop_output() -> None:
+    """Forget what could not be written: the interpreter flushes stdout once more when it ends."""
+    with suppress(AttributeError, io.UnsupportedOperation):  # There is none, or it is no file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

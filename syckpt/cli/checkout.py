@@ -20,7 +20,7 @@ __all__ = ["command"]
 def command(invocation: Invocation, rev: str, directory: Path) -> None:
     """Write every file of a commit (REV, default: HEAD) below DIR: what `syckpt ls REV --files` lists.
 
-    DIR appears when all of it is written and on the disk, or not at all. The branch that scripts go on with does not change.
+    The files appear when all of them are written and on the disk, or not at all. The branch that scripts go on with does not change.
 
     JSON: {"commit", "directory", "files": [path]}.
 

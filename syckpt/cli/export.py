@@ -47,7 +47,7 @@ def command(invocation: Invocation, rev: str, path: Path, form: str) -> None:
     if invocation.as_json:
         output.echo_json({"commit": commit.id, "path": str(path), "format": form})
     else:
-        output.echo([f"commit {commit.id} is {output.printable(str(path))}"])
+        output.echo([f"wrote commit {commit.id} to {output.printable(str(path))}"])
 
 
 def _export(repository: Repository, commit: Commit, path: Path, form: str) -> None:

@@ -70,7 +70,8 @@ def is_file_path(path: object) -> bool:
     """
     if not isinstance(path, str) or not path.isprintable() or "\\" in path:
         return False
-    return all(part.lower() not in ("", ".", "..", ".syckpt") and len(part.encode()) <= 255 for part in path.split("/"))
+    parts = path.split("/")
+    return len(parts) <= 32 and all(part.lower() not in ("", ".", "..", ".syckpt") and len(part.encode()) <= 255 for part in parts)
 
 
 def key_component(name: str) -> str:

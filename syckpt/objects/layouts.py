@@ -66,11 +66,11 @@ class LayoutTable:
         items = fields.mapping("items")
         if not all(isinstance(same, bool) for same in items.values()):
             fields.fail("'items' is not one of names to booleans")
-        meshes = fields.parse("meshes", lambda rows: tuple(_mesh(*row, world_size) for row in rows))
-        layouts = fields.parse("layouts", lambda rows: tuple(_layout(*row, meshes) for row in rows))
+        meshes = fields.parse("meshes", lambda rows: tuple(_mesh(row, world_size) for row in rows))
+        layouts = fields.parse("layouts", lambda rows: tuple(_layout(row, meshes) for row in rows))
         columns = fields.columns("tensors", "path", "dtype", "shape", "layout", "copy")
         try:
-            tensors = tuple(_tensor(*row, meshes, layouts, world_size) for row in zip(*columns, strict=True))
+            tensors = tuple(_tensor(row, meshes, layouts, world_size) for row in zip(*columns, strict=True))
         except (ValueError, TypeError) as exc:
             fields.fail(f"tensors: {exc}")
         return LayoutTable(world_size, items, meshes, layouts, tensors)
@@ -95,7 +95,8 @@ def _natural(value: Any, below: int) -> int:
     return value
 
 
-def _mesh(shape: Any, runs: Any, world_size: int) -> Mesh:
+def _mesh(value: Any, world_size: int) -> Mesh:
+    shape, runs = value
     sizes = read_shape(shape)
     if sum(_natural(count, world_size + 1) for _, count, _ in runs) != prod(sizes):
         raise ValueError(f"other ranks than a mesh of shape {list(sizes)} has")
@@ -111,7 +112,8 @@ def _mesh(shape: Any, runs: Any, world_size: int) -> Mesh:
     return sizes, tuple(ranks)
 
 
-def _layout(mesh: Any, splits: Any, meshes: Sequence[Mesh]) -> tuple[int, tuple[Split, ...]]:
+def _layout(value: Any, meshes: Sequence[Mesh]) -> tuple[int, tuple[Split, ...]]:
+    mesh, splits = value
     number = _natural(mesh, len(meshes))
     if len(splits) != len(meshes[number][0]):
         raise ValueError(f"{len(splits)} placements on {len(meshes[number][0])} mesh dimensions")
@@ -127,15 +129,9 @@ def _split(dim: Any, factor: Any = None) -> tuple[int, ...]:
 
 
 def _tensor(
-    path: Any,
-    name: Any,
-    shape: Any,
-    layout: Any,
-    copy: Any,
-    meshes: Sequence[Mesh],
-    layouts: Sequence[tuple[int, tuple[Split, ...]]],
-    world_size: int,
+    value: tuple[Any, ...], meshes: Sequence[Mesh], layouts: Sequence[tuple[int, tuple[Split, ...]]], world_size: int
 ) -> TensorLayout:
+    path, name, shape, layout, copy = value
     sizes = read_shape(shape)
     if layout is None:
         return TensorLayout(read_path(path), dtype(name).name, sizes, None, _natural(copy, world_size))

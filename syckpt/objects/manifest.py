@@ -211,6 +211,7 @@ def read_shape(value: Any) -> tuple[int, ...]:
 
 def read_path(value: Any) -> tuple[PathKey, ...]:
     """Return a path as it stands in a document. Raises: ValueError."""
+
     def good(key: Any) -> bool:
         return isinstance(key, str) or type(key) is int or (isinstance(key, dict) and list(key) == ["key"] and isinstance(key["key"], str))
 

@@ -73,7 +73,10 @@ def collect(
     now_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Collection:
-    """Remove what nothing leads to; with `dry_run`, only say what that is. `now_s`: the time, in seconds since the Unix epoch.
+    """Remove what nothing leads to; with `dry_run`, only say what that is.
+
+    `now_s`: the time, in seconds since the Unix epoch. One that is ahead of the clock makes fresh marks and files of others old:
+    only where nobody else is at work.
 
     `progress(done, total)` counts dropped commits.
     Raises: IntegrityError when what leads where cannot be read: then nothing is removed; StoreError.
@@ -84,21 +87,23 @@ def collect(
     # In this order: whatever a running save publishes or gives up in between is found in one of the later places.
     keys = [*store.list("objects/"), *store.list("signatures/"), *store.list("receipts/"), *store.list("hello/")]
     intents = list(read_intents(repository))
+    # Whoever is dead before the look has made no record behind it.
+    ended = {intent.commit for intent in intents if is_dead(intent.owner) is True}
     sight = survey.look()
-    cut_off = [intent for intent in intents if _is_cut_off(intent, sight)]
+    cut_off = [intent for intent in intents if intent.commit in ended or _is_fenced(intent, sight)]
     removed = {intent.commit for intent in cut_off} - sight.recorded
     known = sight.recorded | {intent.commit for intent in intents}
     strays = [key for key in keys if _is_stray(key, known) and now_s - (store.modified_s(key) or now_s) > GRACE_S]
-    strays += [key for key in keys if (match := _OBJECT.fullmatch(key)) and match[1] in removed]
+    partial = [key for key in keys if (match := _OBJECT.fullmatch(key)) and match[1] in removed]
     reached = _reached(survey, sight, now_s=now_s)
     unreachable = tuple(survey.commit(commit) for commit in sorted(sight.recorded - reached) if not survey.is_dropped(commit))
     lost = [commit.id for commit in unreachable]
-    sized = tuple((key, store.size(key) or 0) for key in strays)
-    ended = tuple(intent.commit for intent in cut_off)
+    sized = tuple((key, store.size(key) or 0) for key in [*strays, *partial])
+    given_up = tuple(intent.commit for intent in cut_off)
     # Also when it is to be done: what needs which bytes is known to be readable before anything goes.
     sweeps = plan_sweeps(survey, dropping=lost, now_s=now_s)
     if dry_run:
-        return Collection(True, unreachable, ended, sized, sweeps)
+        return Collection(True, unreachable, given_up, sized, sweeps)
     for intent in cut_off:
         settle(repository, intent)
     for key in strays:
@@ -107,13 +112,13 @@ def collect(
     gone = set(drop(survey, lost, why=why, protected=lambda now: _reached(survey, now, now_s=now_s)))
     done, skipped = run_sweeps(repository, plan_sweeps(survey, now_s=now_s), progress=progress)
     staged = store.collect_staging()
-    return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), ended, sized, done, skipped, staged)
+    return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), given_up, sized, done, skipped, staged)
 
 
-def _is_cut_off(intent: Intent, sight: Sight) -> bool:
-    """Whether nobody can go on with a save: its writer is dead, or a newer generation has taken the branch."""
+def _is_fenced(intent: Intent, sight: Sight) -> bool:
+    """Whether nobody can go on with a save: a newer generation has taken the branch."""
     newest = max((record.generation for record in sight.records if record.ref == f"heads/{intent.branch}"), default=0)
-    return is_dead(intent.owner) is True or newest > intent.generation
+    return newest > intent.generation
 
 
 def _is_stray(key: str, known: Iterable[str]) -> bool:

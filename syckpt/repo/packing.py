@@ -61,11 +61,13 @@ class Staged:
 
 @dataclass(frozen=True)
 class Packed:
-    """What a rank wrote: the manifest's seal, and its figures in bytes and seconds."""
+    """What a rank wrote: the manifest's seal, its figures in bytes and seconds, and, of several ranks, what others compare its items by."""
 
     manifest_seal: str
     locations: Locations
     stats: dict[str, Any]
+    items: dict[str, str | None] = field(default_factory=dict)
+    """`Manifest.structures`."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Packer:
             "encode_s": written - hashed,
             "metadata_s": time.perf_counter() - written,
         }
-        return Packed(seal, locations, stats)
+        return Packed(seal, locations, stats, manifest.structures() if self._world_size > 1 else {})
 
     def points_into(self, parent: Commit | None) -> tuple[str, ...]:
         """Return the commits that a save behind `parent` may point into: for its intent."""

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from syckpt import codecs
@@ -26,6 +27,7 @@ from syckpt.repo.signing import Trusted, require_signed
 __all__ = ["Place", "Reader", "Snapshot"]
 
 _MAX_TABLES = 64
+_MAX_LISTED = 16  # commits
 
 
 @dataclass(frozen=True)
@@ -100,22 +102,34 @@ class Reader:
         """Seals of commits whose signature was checked."""
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._tables: OrderedDict[Source, Locations] = OrderedDict()
+        self._listed: dict[str, dict[int, str]] = {}
+        """By commit and rank the keys of the newest locations, as of the last listing."""
         self._buffers = _Buffers()
         self.bytes_read = 0
         """Stored bytes asked of the byte store so far."""
         self._lock = threading.Lock()
 
-    def snapshot(self, commit: Commit, rank: int = 0) -> Snapshot:
-        """Return a rank's manifest and the places of its entries. Raises: IntegrityError, NotFoundError, FormatError."""
+    def check_signed(self, commit: Commit) -> None:
+        """Check, once, that one of the trusted keys signed a commit, where there are such. Raises: as `signing.require_signed`."""
         if self.trusted is not None and commit.seal not in self._signed:
             require_signed(self.repository, commit, self.trusted)
             self._signed.add(commit.seal)
+
+    def snapshot(self, commit: Commit, rank: int = 0) -> Snapshot:
+        """Return a rank's manifest and the places of its entries. Raises: IntegrityError, NotFoundError, FormatError."""
+        self.check_signed(commit)
         manifest = self.repository.read_manifest(commit, rank)
-        try:
+        with self.reading(commit):
             return self._placed(commit, manifest, self.table((commit.id, rank)))
+
+    @contextmanager
+    def reading(self, commit: Commit) -> Iterator[None]:
+        """Read of a commit in this: what is missing since it was dropped meanwhile is a NotFoundError that says so."""
+        try:
+            yield
         except IntegrityError:
             if "dropped" in self.repository.marks(commit.id):
-                raise dropped_error(commit.id) from None  # Between the manifest and this, its files went.
+                raise dropped_error(commit.id) from None
             raise
 
     def _placed(self, commit: Commit, manifest: Manifest, locations: Locations) -> Snapshot:
@@ -149,9 +163,22 @@ class Reader:
         with self._lock:
             table = self._tables.get(source)
         if table is None:
-            table = self.repository.read_locations(*source)
+            table = self.repository.read_locations(*source, listed=self._listed_key(source))
         self.remember(table)
         return table
+
+    def _listed_key(self, source: Source) -> str | None:
+        """Return the key of locations by a listing that may be old: a directory of thousands of ranks is not listed for each of them."""
+        commit, rank = source
+        with self._lock:
+            listed = self._listed.get(commit)
+        if listed is None:
+            listed = self.repository.list_locations(commit)
+            with self._lock:
+                if len(self._listed) >= _MAX_LISTED:
+                    self._listed.clear()
+                self._listed[commit] = listed
+        return listed.get(rank)
 
     def place_of(self, source: Source, row: int) -> Place:
         """Return the place of a row of `(commit id, rank)`. Raises: IntegrityError."""
@@ -161,6 +188,7 @@ class Reader:
         """Drop the locations of `(commit id, rank)` from the cache: a later revision may be there."""
         with self._lock:
             self._tables.pop(source, None)
+            self._listed.pop(source[0], None)
 
     def moved(self, place: Place) -> Place | None:
         """Return where a place's bytes are by the newest locations; None if those say nothing new. Raises: IntegrityError."""

@@ -27,12 +27,14 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 @dataclass(frozen=True)
 class Receipt:
-    """One rank's part of a save: its manifest's seal and figures, and the sizes of the blobs that it leads to, by key."""
+    """One rank's part of a save: its manifest's seal and figures, the sizes of the blobs that it leads to, by key, and a digest of the
+    structure of each item (`Manifest.structures`)."""
 
     rank: int
     manifest: str
     stats: dict[str, Any]
     blobs: dict[str, int] = field(default_factory=dict)
+    items: dict[str, str | None] = field(default_factory=dict)
 
 
 class Desk:
@@ -68,7 +70,7 @@ class Desk:
 
     def fail(self, rank: int, error: BaseException) -> bool:
         """Say that a rank's part has failed. Returns False if its receipt is there already, which stays."""
-        return self._leave(rank, {"rank": rank, "manifest": None, "stats": {}, "blobs": {}, "error": to_wire(error)})
+        return self._leave(rank, {"rank": rank, "manifest": None, "stats": {}, "blobs": {}, "items": {}, "error": to_wire(error)})
 
     def _leave(self, rank: int, told: dict[str, Any]) -> bool:
         body = {"kind": "receipt", "version": 1, "commit": self._commit, **told}
@@ -119,7 +121,7 @@ class Desk:
             blobs = fields.mapping("blobs")
             if any(type(size) is not int for size in blobs.values()):
                 fields.fail("'blobs' is not one of keys to sizes")
-            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"), blobs)
+            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"), blobs, fields.mapping("items"))
 
     def decide(self, seal: str | None, error: BaseException | None = None, *, rank: int = 0) -> None:
         """Tell the other ranks' writers that the save is visible, or has failed. Raises: ConflictError when that was said before."""

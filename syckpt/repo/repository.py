@@ -21,6 +21,7 @@ __all__ = ["Repository"]
 
 _log = logging.getLogger("syckpt")
 _HEAD = re.compile(r"ref: refs/heads/(\S+)\n?")
+_LOCATIONS = re.compile(r"/r(\d{5})\.locations\.\d{4}$")
 _MARKS = ("damaged", "dropped", "preempted")
 
 
@@ -133,12 +134,25 @@ class Repository:
             raise IntegrityError(f"{key}: is of {read.world_size} ranks, expected {commit.world_size}")
         return read
 
-    def read_locations(self, commit: str, rank: int) -> Locations:
-        """Return the newest revision of a rank's locations. Raises: IntegrityError (missing or damaged)."""
+    def list_locations(self, commit: str) -> dict[int, str]:
+        """Return the key of the newest revision of each rank's locations."""
+        found: dict[int, str] = {}
+        for key in self.store.list(f"objects/{commit}/"):  # sorted
+            match = _LOCATIONS.search(key)
+            if match is not None:
+                found[int(match[1])] = key
+        return found
+
+    def read_locations(self, commit: str, rank: int, *, listed: str | None = None) -> Locations:
+        """Return the newest revision of a rank's locations; or, if it is still there, the one that was `listed`.
+
+        Raises: IntegrityError (missing or damaged).
+        """
         prefix = f"objects/{commit}/r{rank:05d}.locations."
         tried = ""
         while True:
-            key = max((key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            key = listed or max((key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            listed = None
             if key <= tried:
                 lost = tried or f"{prefix}0001"
                 raise IntegrityError(f"{lost}: missing, like any later revision: where the bytes of {commit} are is lost")

@@ -231,23 +231,40 @@ class Survey:
                 total[source] |= rows
         for source in [source for source in total if source[0] not in whole]:
             table = self.table(source)
-            for row in () if table is None else (table.rows[number] for number in numbers_in(total[source]) if number < len(table.rows)):
-                if table is not None and row is not None and row.base is not None:
+            if table is None:
+                self._refuse_if_lost(source, whole)
+                continue
+            for row in (table.rows[number] for number in numbers_in(total[source]) if number < len(table.rows)):
+                if row is not None and row.base is not None:
                     total[table.source(row.base[0])] |= 1 << row.base[1]
         return dict(total)
+
+    def _refuse_if_lost(self, source: Source, kept: Iterable[str]) -> None:
+        """Raises: IntegrityError when a commit that nobody is dropping needs rows of which nobody can tell what they need."""
+        for commit in kept:
+            needs = self.needs(commit)
+            if needs is not None and source in needs.rows and not self.is_dropped(commit):
+                raise IntegrityError(
+                    f"objects/{source[0]}/r{source[1]:05d}.locations: missing, though {commit} needs them; run `syckpt verify`"
+                )
 
     def table(self, source: Source) -> Locations | None:
         """Return the newest locations of a dropped commit; None where there are none any more. Raises: IntegrityError."""
         commit, rank = source
         prefix = f"objects/{commit}/r{rank:05d}.locations."
-        while key := max((key for key in self.repository.store.list(f"objects/{commit}/") if key.startswith(prefix)), default=None):
+        tried = ""
+        while True:
+            key = max((key for key in self.repository.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            if key <= tried:
+                break
             known = self._tables.get(source)
             if known is not None and known[0] == key:
                 return known[1]
             try:
                 body, _ = documents.read(self.repository.store, key, kind="locations")
             except NotFoundError:
-                continue  # Somebody else replaced or removed it in between.
+                tried = key  # Somebody else replaced or removed it in between.
+                continue
             self._tables[source] = (key, Locations.from_body(body, where=key))
         self._tables.pop(source, None)
         return None

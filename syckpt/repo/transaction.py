@@ -214,8 +214,20 @@ def _finish(repository: Repository, commit: Commit, record: RefRecord) -> None:
 def _point(repository: Repository, ref: str, commit: Commit) -> None:
     head = repository.refs.head(ref)
     # Once made, it may have been deleted since, or mean another commit: a process that was stopped must not take it back.
-    if head is not None and any(repository.refs.read(ref, number).commit == commit.id for number in repository.refs.numbers(ref)):
+    if head is not None and _ever_named(repository, ref, commit):
         return
+    try:
+        _append_point(repository, ref, commit, head)
+    except ConflictError:
+        if not _ever_named(repository, ref, commit):  # by whoever completes it at this moment
+            raise
+
+
+def _ever_named(repository: Repository, ref: str, commit: Commit) -> bool:
+    return any(repository.refs.read(ref, number).commit == commit.id for number in reversed(repository.refs.numbers(ref)))
+
+
+def _append_point(repository: Repository, ref: str, commit: Commit, head: RefRecord | None) -> None:
     repository.refs.append(
         ref,
         after=head.number if head else 0,

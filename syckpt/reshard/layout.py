@@ -19,6 +19,8 @@ from itertools import product
 from math import prod
 from typing import TypeAlias
 
+from blake3 import blake3
+
 from syckpt.errors import StateError
 from syckpt.objects.box import Box
 
@@ -89,6 +91,11 @@ class Layout:
             index, last = divmod(index, size)
             reverse.append(last)
         return tuple(reversed(reverse))
+
+    @cached_property
+    def text(self) -> str:
+        """A short text that other placements, or ranks, do not have."""
+        return f"{self.mesh_shape} {blake3(str(self.ranks).encode()).hexdigest()} {self.placements}"
 
     @cached_property
     def copying(self) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ from syckpt.reshard.layout import Layout, Placement, Replicate, Shard, StridedSh
 
 __all__ = ["is_dtensor", "layout_of", "local_boxes"]
 
-_Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]  # shape, ranks, whether they ascend along each dimension
-# A model's parameters share a few meshes, and a large one is a long list.
+# Shape, ranks, whether they ascend along each dimension, and the layouts on it by global shape and placements.
+_Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], dict[tuple[tuple[int, ...], tuple[Placement, ...]], Layout]]
+# A model's parameters share a few meshes and layouts, and a large mesh is a long list.
 _MESHES: WeakKeyDictionary[Any, _Mesh] = WeakKeyDictionary()
 
 
@@ -38,7 +39,7 @@ def layout_of(tensor: torch.Tensor, *, path: str = "tensor") -> Layout | None:
     if not is_dtensor(tensor):
         return None
     live: Any = tensor
-    mesh_shape, ranks, ascending = _mesh(live.device_mesh)
+    mesh_shape, ranks, ascending, layouts = _mesh(live.device_mesh)
     placements = tuple(_placement(placement, path) for placement in live.placements)
     for placement, sorted_ranks in zip(placements, ascending, strict=True):
         if not sorted_ranks and not isinstance(placement, Replicate):
@@ -49,7 +50,10 @@ def layout_of(tensor: torch.Tensor, *, path: str = "tensor") -> Layout | None:
     # Newer versions of torch can also say in the spec that splits apply in another order than from left to right.
     for entry in getattr(live._spec, "shard_order", None) or ():
         placements = shard_placements(placements, mesh_shape, entry.mesh_dims)
-    return Layout(tuple(tensor.shape), mesh_shape, ranks, placements)
+    key = (tuple(tensor.shape), placements)
+    if key not in layouts:
+        layouts[key] = Layout(key[0], mesh_shape, ranks, placements)
+    return layouts[key]
 
 
 def local_boxes(tensor: torch.Tensor, *, path: str = "tensor") -> list[tuple[Box, torch.Tensor]]:
@@ -87,7 +91,7 @@ def _mesh(mesh: Any) -> _Mesh:
     if known is None:
         ranks = mesh.mesh
         ascending = tuple(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim))
-        known = _MESHES[mesh] = (tuple(ranks.shape), tuple(ranks.flatten().tolist()), ascending)
+        known = _MESHES[mesh] = (tuple(ranks.shape), tuple(ranks.flatten().tolist()), ascending, {})
     return known
 
 

@@ -405,6 +405,8 @@ def _encode(form: SerializationFormat, value: Any, path: KeyPath) -> bytes:
     """Return what a format makes of an item. Raises: StateError naming it, for whatever the format raises."""
     try:
         data = form.encode(value)
+    except StateError as exc:
+        raise StateError(f"{nodes.format_path(path)}: {exc}") from exc
     except Exception as exc:
         raise StateError(f"{nodes.format_path(path)}: {type(form).__name__} cannot encode it: {exc}") from exc
     if not isinstance(data, bytes | bytearray | memoryview):

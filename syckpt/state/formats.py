@@ -326,7 +326,8 @@ def _check_json(value: Any, path: KeyPath, open_: frozenset[int] = frozenset()) 
                 raise _no_json(path, f"JSON's keys are texts, and {key!r} is not: use str(key), or TorchSerialization()")
             _check_json(item, (*path, key), inside)
     else:
-        fix = "list(...)" if kind in (tuple, set, frozenset) else "a number, text, list or dict"
+        sequence = kind in (tuple, set, frozenset)
+        fix = "list(...)" if sequence else "dict(...)" if isinstance(value, Mapping) else "a number, text, list or dict"
         raise _no_json(path, f"JSON cannot say a value of type {kind.__name__}: convert it to {fix}, or use TorchSerialization()")
 
 

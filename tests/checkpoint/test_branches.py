@@ -128,6 +128,26 @@ def test_a_dead_holder_is_taken_over_at_once(tmp_path):
     assert [c.step for c in CheckpointManager(tmp_path).log()] == [2, 1]
 
 
+def test_a_holder_on_another_host_is_waited_for_until_its_lease_runs_out_and_is_fenced_then(tmp_path):
+    from syckpt.objects.refs import Lease, Owner
+    from syckpt.repo import leases
+    from syckpt.repo.repository import Repository
+    from syckpt.stores.base import parse_root
+
+    with CheckpointManager(tmp_path, save_on_exit=False) as slow:
+        slow.x = 1
+        first = slow.save(wait=True)
+        # As if it were another machine's: nobody here can tell whether it lives.
+        elsewhere = Owner("another-host", "boot", "pid:[1]", 4711, 99)
+        expires_ns = time.time_ns() + 700_000_000
+        leases.write(Repository.open(parse_root(tmp_path)), Lease("main", "other", 1, "theirs", elsewhere, None, expires_ns))
+        second = save_one(tmp_path, 2)
+        assert time.time_ns() >= expires_ns
+        with pytest.raises(syckpt.ConflictError, match="generation 2"):
+            slow.save(wait=True)
+    assert [c.id for c in CheckpointManager(tmp_path).log()] == [second, first.id]
+
+
 def test_a_manager_that_was_fenced_by_a_newer_one_gets_a_conflict_and_publishes_nothing(tmp_path):
     from syckpt.repo.repository import Repository
     from syckpt.repo.transaction import open_branch

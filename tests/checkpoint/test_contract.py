@@ -8,7 +8,9 @@ import itertools
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from syckpt.checkpoint import progress
 from syckpt.repo.repository import Repository
 from syckpt.stores.base import StoreSpec, parse_root
 from syckpt.stores.faults import FaultPlan, faulty
+
+# From Python 3.12 on, forking loader workers in a process with threads (pytest-xdist has some) warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
 def loader_of(samples: int, batch_size: int, **options: Any) -> tuple[StatefulRandomSampler, DataLoader]:
@@ -432,7 +437,16 @@ def test_on_error_warn_lets_a_waiting_save_and_a_synchronous_manager_go_on(tmp_p
         with pytest.raises(syckpt.StoreError):
             ckpt.create_branch("b")  # there is nothing to begin it at
         assert (ckpt.branch, ckpt.list_branches()) == ("main", [])
-    assert history(tmp_path / "run") == [(1, "exit")]
+        ckpt.create_branch("b")
+        ckpt.x = 2
+        ckpt.step_up()
+        disk.break_at(1)
+        with pytest.raises(syckpt.StoreError):
+            ckpt.checkout_branch("main")  # would replace what no commit has
+        assert (ckpt.branch, ckpt.x, ckpt.step) == ("b", 2, 2)
+        ckpt.checkout_branch("main")
+        assert (ckpt.branch, ckpt.x, ckpt.step) == ("main", 1, 1)
+    assert history(tmp_path / "run", "b") == [(1, "start of main"), (2, "before main")]
 
 
 def test_nothing_is_called_durable_before_another_reader_finds_it(tmp_path: Path) -> None:
@@ -520,6 +534,57 @@ def test_progress_that_no_commit_has_is_saved_before_a_branch_takes_over(tmp_pat
         (2, "b", True),
         (1, "main", True),
     ]
+
+
+@pytest.mark.parametrize("how", [{"run_mode": "new_branch"}, {"auto_resume": False}])
+def test_a_branch_made_of_a_state_that_began_afresh_counts_from_its_own_epoch(tmp_path: Path, how: dict[str, Any]) -> None:
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.x = 0
+        for _ in ckpt.loop(3):
+            ckpt.step_up()
+    done = []
+    for stop in (1, 9):
+        with CheckpointManager(tmp_path, **how) as ckpt:
+            ckpt.x = 0
+            ckpt.create_branch("afresh")
+            for epoch in ckpt.loop(2):
+                done.append(epoch)
+                ckpt.step_up()
+                ckpt.save()
+                if len(done) == stop:
+                    break
+    assert done == [0, 1]
+    assert [(c.step, c.epoch) for c in CheckpointManager(tmp_path, branch="afresh").log()[:3]] == [(2, 1), (1, 0), (3, 2)]
+
+
+def test_making_the_branch_that_is_written_commits_what_is_there_and_stays(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.x = 1
+        ckpt.create_branch("main")
+        assert (ckpt.branch, ckpt.x, ckpt.step) == ("main", 1, 0)
+        for epoch in ckpt.loop(2):
+            ckpt.step_up()
+            ckpt.x = 10 + epoch
+        ckpt.create_branch("main")
+        assert (ckpt.branch, ckpt.x, ckpt.step, list(ckpt.loop(2))) == ("main", 11, 2, [])
+        ckpt.step_up()
+    assert history(tmp_path) == [(0, "start of main"), (2, "before main"), (3, "exit")]
+
+
+def test_threads_that_save_at_once_make_their_saves_one_after_the_other(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_on_exit=False) as ckpt:
+        ckpt.x = 1
+        start = threading.Barrier(3)
+
+        def work() -> list[str]:
+            start.wait()
+            return [str(ckpt.save()) for _ in range(3)]
+
+        with ThreadPoolExecutor(3) as pool:
+            made = [commit for one in [pool.submit(work) for _ in range(3)] for commit in one.result()]
+        log = ckpt.log()
+    assert sorted(made) == sorted(c.id for c in log)
+    assert [c.parents for c in log] == [*((c.id,) for c in log[1:]), ()]
 
 
 # -- leaving -------------------------------------------------------------------------------------------------------------------------

@@ -326,7 +326,8 @@ def share(*states: Any, path: str) -> list[Exception | None]:
     flats = [flatten({"misc": state}) for state in states]
     sharing = [Sharing(pair.of(rank), one_file=specs.one_file) for rank in range(2)]
     facts = [sharing[rank].facts(flats[rank], "<rng>") for rank in range(2)]
-    same_replicas = len({sharing[rank].replicas(flats[rank], facts[rank], "<rng>") for rank in range(2)}) == 1
+    first, second = (sharing[rank].replicas(flats[rank], facts[rank], "<rng>") for rank in range(2))
+    same_replicas = first == second
     same_schema = facts[0].schema == facts[1].schema
 
     def run(rank: int) -> None:

@@ -162,3 +162,27 @@ def test_live_state_dicts_are_saved_and_filled_in_place(tmp_path):
     assert restored["misc"] == {"step": 2}
     assert train(other, fresh) == expected
     manager.close()
+
+
+def test_one_directory_is_one_manager_by_whatever_path_and_files_of_a_repository_are_its_own(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "exp")
+    with CheckpointManager() as manager:
+        manager.save(tmp_path / "exp" / "a", {"n": 1})
+        manager.save(tmp_path / "link" / "b", {"n": 2})
+        last = manager.save(f"{tmp_path}/exp/.syckpt/c", {"n": 3})
+        for call in (lambda path: manager.save(path, {"n": 4}), manager.load):
+            with pytest.raises(syckpt.StateError, match="inside of a repository"):
+                call(tmp_path / "exp/.syckpt/objects/x")
+        manager.save(tmp_path / "other" / "a", {"n": 5})
+        assert manager.load(tmp_path / "exp" / "c") == {"n": 3}
+        assert manager.hash not in (None, last.id)
+        manager.prewarm({"n": torch.ones(5)})
+    assert [commit.name for commit in CheckpointManager(tmp_path / "exp").log()] == ["c", "b", "a"]
+
+
+def test_a_load_does_not_change_which_save_is_the_newest(tmp_path):
+    with CheckpointManager() as manager:
+        manager.save(tmp_path / "a" / "one", {"n": 1})
+        newest = manager.save(tmp_path / "b" / "two", {"n": 2})
+        manager.load(tmp_path / "a" / "one", into={"n": 0, "m": 0}, strict=False)
+        assert (manager.hash, manager.last_report.missing) == (newest.id, ["m"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -468,3 +471,86 @@ def test_an_item_called_as_the_facts_are_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_of_entries_in_a_document_are_its_own() -> None:
     assert renumber({"list": [{"encoded": ["raw", 7]}, {"tensor": 2}]}, {7: 0, 2: 1}) == {"list": [{"encoded": ["raw", 0]}, {"tensor": 1}]}
+
+
+def test_an_empty_directory_stays_the_one_that_it_is_and_a_link_a_link(tmp_path: Path) -> None:
+    tree = two_ranks(tmp_path, misc=LayoutInfo("rank_{rank}/misc.json", JsonSerialization()))
+    (tmp_path / "empty").mkdir(mode=0o750)
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "new").symlink_to("made")
+    before = (tmp_path / "empty").stat()
+    for name in ("link", "new"):
+        checkout(tree, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+    after = (tmp_path / "empty").stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    for name in ("empty", "made"):
+        folder = tmp_path / name
+        assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()) == paths_of(tree)
+    write_whole(tmp_path / "empty/file", lambda out: out.write(b"1"))
+    (tmp_path / "to_file").symlink_to("empty/file")
+    write_whole(tmp_path / "to_file", lambda out: out.write(b"2"))
+    assert ((tmp_path / "to_file").is_symlink(), (tmp_path / "empty/file").read_bytes()) == (True, b"2")
+
+
+def test_a_checkout_into_an_empty_directory_that_fails_leaves_it_empty(tmp_path: Path) -> None:
+    tree = two_ranks(tmp_path, misc=LayoutInfo("z.json", JsonSerialization()))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StateError, match="misc/rank differs"):
+        checkout(tree, tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ConflictError, match="is not a regular file: nothing was written"):
+            write_whole(tmp_path / name, lambda out: out.write(b""))
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+def test_nothing_is_written_into_a_repository(tmp_path: Path) -> None:
+    repository = make_commit(tmp_path, {"a": 1})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConflictError, match="inside of a repository"):
+        checkout(tree_of(repository), tmp_path / ".syckpt/objects/out")
+    with pytest.raises(ConflictError, match="inside of a repository"):
+        write_whole(tmp_path / ".syckpt/a.pt", lambda out: out.write(b""))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("length", [240, 255])
+def test_a_name_may_be_as_long_as_the_file_system_has_it(length: int, tmp_path: Path) -> None:
+    write_whole(tmp_path / ("x" * length), lambda out: out.write(b"1"))
+    checkout(tree_of(make_commit(tmp_path, {"a": 1})), tmp_path / ("y" * length))
+
+
+def test_a_disk_that_is_full_is_a_store_error_also_within_torch_save(tmp_path: Path) -> None:
+    make_commit(tmp_path / "run", {"a": torch.ones(20_000)})
+    (tmp_path / "a.pt").write_bytes(b"old")
+    code = (
+        "import resource, sys; from click.testing import CliRunner; from syckpt.cli import main; import torch;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000));"
+        "call = lambda *to: CliRunner().invoke(main, ['-C', sys.argv[1] + '/run', 'export', 'HEAD', *to]);"
+        "found = [call(sys.argv[1] + '/a.pt'), call(sys.argv[1] + '/b', '--to', 'safetensors'), call(sys.argv[1] + '/c', '--to', 'dir')];"
+        "print([(each.exit_code, 'cannot be written' in each.stderr) for each in found])"
+    )
+    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert told.stdout == f"{[(7, True)] * 3}\n", told
+    assert ((tmp_path / "a.pt").read_bytes(), sorted(os.listdir(tmp_path))) == (b"old", ["a.pt", "run"])
+
+
+@pytest.mark.parametrize("path", ["other.json/x", "syckpt.commit.json/x/y"])
+def test_a_file_that_is_also_a_directory_is_damage(path: str, tmp_path: Path) -> None:
+    repository = make_commit(tmp_path, {"m": 1, "other": 1})
+    content = Content(Reader(repository), history.resolve(repository, "HEAD"))
+    content.layouts["m"] = [path, "json", {}]
+    with pytest.raises(IntegrityError, match=f"is a file, and a directory of the file {path}"):
+        Tree(content)
+
+
+@pytest.mark.parametrize("path", ["/".join("a" * 33), ".syckpt/format.json", "a/.Syckpt", "a/.syckpt/b"])
+def test_no_file_makes_a_checkout_look_like_a_repository(path: str) -> None:
+    with pytest.raises(StateError, match=r"'\.syckpt'"):
+        LayoutInfo(path, TorchSerialization())

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +85,37 @@ def test_damage_ends_in_status_5(tmp_path: Path) -> None:
 def test_a_dropped_commit_is_not_found(tmp_path: Path) -> None:
     make_repository(tmp_path, commits=2).mark(commit_id(1), "dropped", why="test")
     assert run(tmp_path, "HEAD~1:model.json").exit_code == 3
+
+
+def process(root: Path, path: str, stdout: int | None) -> tuple[int, str]:
+    """Run the command with that file descriptor as its output (None: a closed one); return its exit status and last line of errors."""
+    command = [sys.executable, "-m", "syckpt", "-C", str(root), "cat", f"HEAD:{path}"]
+    if stdout is None:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    found = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+    return found.returncode, found.stderr.strip().rpartition("\n")[2]
+
+
+def test_output_that_nobody_takes_ends_in_a_status_and_no_traceback(root: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        assert process(root, "model.safetensors", writer) == (141, "")
+        assert process(root, "model.safetensors", full) == (7, "syckpt: [Errno 28] No space left on device")
+        assert process(root, "model.safetensors", None) == (2, "Error: standard output is closed")
+    finally:
+        os.close(writer)
+        os.close(full)
+
+
+def test_a_terminal_gets_plain_text_only(root: Path) -> None:
+    master, terminal = pty.openpty()
+    try:
+        status, told = process(root, "model.safetensors", terminal)
+        assert (status, told) == (2, "Error: model.safetensors is not plain text: write it to a file (> FILE), or add --json")
+        assert process(root, "syckpt.commit.json", terminal) == (0, "")
+        assert os.read(master, 1) == b"{"
+    finally:
+        os.close(master)
+        os.close(terminal)

@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_by_default_one_file_that_plain_torch_reads(root: Path, tmp_path: Path) -> None:
     result = run(root, "HEAD", str(tmp_path / "new/best.pt"))
-    assert (result.exit_code, result.stdout) == (0, f"commit {commit_id(2)} is {tmp_path / 'new/best.pt'}\n")
+    assert (result.exit_code, result.stdout) == (0, f"wrote commit {commit_id(2)} to {tmp_path / 'new/best.pt'}\n")
     found = torch.load(tmp_path / "new/best.pt", weights_only=True)
     assert {name: getattr(value, "shape", value) for name, value in found["model"].items()} == {
         "weight": (64, 64),

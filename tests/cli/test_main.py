@@ -136,7 +136,7 @@ def test_help_prints_the_texts_of_the_package(topic: str, title: str) -> None:
 def test_help_lists_commands_and_topics() -> None:
     text = run("help").stdout
     assert re.search(r"^  verify +Read everything and check it\.$", text, re.MULTILINE)
-    assert "architecture, format" in text
+    assert re.search(r"^  architecture, .*format, .*threat-model, ", text, re.MULTILINE)
 
 
 def test_the_version_is_that_of_the_package() -> None:

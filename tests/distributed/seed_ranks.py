@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from syckpt import (
     TorchSerialization,
 )
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "04_layouts.py"
+
 
 class LoaderResharder(Resharder):
     """Loader progress: samples consumed are dealt out anew, and the queue of the samples ahead, a part a rank, is cut into new parts."""
@@ -52,6 +55,22 @@ class LoaderResharder(Resharder):
         return [("consumed",), ("queue",), ("rank",), ("ranks",)]
 
 
+class EmptyResharder(Resharder):
+    """As a tutorial leaves it: there, and with nothing in it."""
+
+    def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[NestedPath, ShardingMetadata]: ...
+
+    def load(
+        self,
+        source_path: Path,
+        item_key: str,
+        target_metadata: dict[NestedPath, ShardingMetadata],
+        source_metadata: DistributedItemMetadata,
+        target: Any,
+        storage: Storage,
+    ) -> list[NestedPath]: ...
+
+
 def loader(rank: int, ranks: int, *, empty: bool = False) -> dict[str, Any]:
     """Seven samples consumed in all, of 32 ahead."""
     size = 32 // ranks
@@ -66,6 +85,7 @@ def manager(**options: Any) -> CheckpointManager:
                 "model": ItemSpec(requires_copy=True, resharder=DTensorResharder()),
                 "optimizer": ItemSpec(requires_copy=True, resharder=DTensorResharder()),
                 "dataloader": ItemSpec(requires_copy=False, resharder=LoaderResharder()),
+                "unwritten": ItemSpec(requires_copy=False, resharder=EmptyResharder()),
                 "misc_state": ItemSpec(requires_copy=False, layout=LayoutInfo("misc_state_{rank}.json", JsonSerialization())),
                 "flat": ItemSpec(layout=LayoutInfo("model_state_{rank}.pt", TorchSerialization())),
                 "weights": ItemSpec(layout=LayoutInfo("weights_{rank}.safetensors", SafetensorsSerialization(metadata={"v": "1"}))),
@@ -111,6 +131,7 @@ def restore(path: str, rank: int, ranks: int) -> dict[str, Any]:
             "optimizer": optimizer.state_dict(),
             "dataloader": loader(rank, ranks, empty=True),
             "misc_state": {"step": 0, "rank": -1},
+            "unwritten": {"consumed": 0},
         }
         queue = into["dataloader"]["queue"]
         restored = ckpt.load(path, into=into)
@@ -121,6 +142,7 @@ def restore(path: str, rank: int, ranks: int) -> dict[str, Any]:
         "state": [plain(model.state_dict()), plain(optimizer.state_dict())],
         "dataloader": plain(restored["dataloader"]),
         "misc_state": restored["misc_state"],
+        "unwritten": [restored["unwritten"], [note for note in report.notes if "unwritten" in note]],
         "handled": report.resharding.handled,
         "per_rank": report.per_rank,
     }
@@ -135,6 +157,7 @@ def save(path: str, rank: int, ranks: int) -> Any:
             "optimizer": optimizer.state_dict(),
             "dataloader": loader(rank, ranks),
             "misc_state": {"step": 7, "rank": rank},
+            "unwritten": {"consumed": 7 + rank},
             "flat": {"w": model.state_dict()["0.weight"], "mine": torch.full((2,), float(rank)), "same": torch.ones(3)},
             "weights": {"block": {"w": model.state_dict()["1.weight"]}},
             "whole": {"w": model.state_dict()["0.weight"], "step": 7},
@@ -157,16 +180,21 @@ def outcome(call: Callable[[], Any]) -> list[Any]:
 
 def callbacks(folder: str, rank: int) -> dict[str, Any]:
     told: list[Any] = []
-    faulty = {"rank": None}
+    faulty: dict[str, int | None] = {"rank": None, "after": None}
 
     def before(commit: str) -> None:
         told.append(["before", commit])
         if faulty["rank"] == rank:
             raise RuntimeError(f"not on rank {rank}")
 
+    def after(commit: Any) -> None:
+        told.append(["durable", commit.id])
+        if faulty["after"] == rank:
+            raise RuntimeError(f"after, on rank {rank}")
+
     config = CheckpointManager.Config(
         pre_finalize_callback=before,
-        finalize_callback=lambda commit: told.append(["durable", commit.id]),
+        finalize_callback=after,
         on_stats=lambda stats: told.append(["stats", "stall_s" in stats]),
     )
     found: dict[str, Any] = {}
@@ -186,6 +214,12 @@ def callbacks(folder: str, rank: int) -> dict[str, Any]:
             faulty["rank"] = None
             found[f"then, {at}"] = outcome(lambda: ckpt.save().result().parents[0])
             ids.append(str(ckpt.hash))
+        faulty["after"] = 1
+        ids.append(ckpt.save().result().id)
+        faulty["after"] = None
+        found["fails after"] = outcome(lambda: ckpt.save().id)
+        found["then, after"] = outcome(lambda: ckpt.save().result().parents[0])
+        ids.append(str(ckpt.hash))
         found["log"] = [commit.id for commit in ckpt.log()][::-1] == ids
     return found
 
@@ -204,6 +238,11 @@ def paths(folder: str, rank: int) -> dict[str, Any]:
         found["kept"] = [
             outcome(lambda n=n: ckpt.load(f"{folder}/c/s{n}", into={"n": torch.zeros(2_000_000)})["n"][0].item()) for n in range(6)
         ]
+    layout = LayoutInfo("n.json" if rank else "n_{rank}.json", JsonSerialization())
+    config = CheckpointManager.Config(items={"n": ItemSpec(layout=layout)})
+    with CheckpointManager(f"{folder}/d", config, timeout_s=60, save_on_exit=False) as other:
+        found["other layouts"] = outcome(lambda: other.save("a", {"n": rank}))
+        found["without it"] = outcome(lambda: other.save("a", {"m": rank}).result().name)
     return found
 
 
@@ -218,9 +257,15 @@ def export(folder: str, rank: int) -> Any:
         return [plain(model.state_dict()), plain(optimizer.state_dict()), found]
 
 
+def example(folder: str) -> None:
+    """Run the example of layouts as it is; there is a process group already."""
+    sys.argv = [str(EXAMPLE), "--dir", folder]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 def on_two(rank: int, folder: str) -> dict[str, Any]:
     assert dist.get_world_size() == 2
-    os.environ.pop("SYCKPT_SECRET", None)
+    example(f"{folder}/example")
     return {
         "one to two": restore(f"{folder}/run/one", rank, 2),
         "saved": save(f"{folder}/run/two", rank, 2),

@@ -108,6 +108,11 @@ def test_four_ddp_ranks_share_one_copy_and_later_saves_point_to_it(tmp_path: Pat
                     assert place.base.owner[0] == keyframe
         assert (deltas == 0) if age == 0 else (deltas >= 76), deltas  # weights, most of their moments, biases
     assert frozen == 3  # once in each commit
+    table = repository.read_layouts(repository.read_commit(keyframe))
+    assert table is not None
+    assert table.items == {"model": True, "optimizer": True}
+    stored = {entry.path: rank for rank in range(4) for _, entry, _ in reader.snapshot(repository.read_commit(keyframe), rank).stored()}
+    assert {row.path: row.copy for row in table.tensors} == {path: rank for path, rank in stored.items() if path[0] != "<rng>"}
 
     # What differs between ranks is kept by each, and said once.
     assert [len(each["warnings"]) for each in found] == [1, 0, 0, 0]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import syckpt
 from syckpt.checkpoint.checkout import checkout
 from syckpt.checkpoint.content import Content
 from syckpt.checkpoint.tree import Tree
@@ -40,6 +41,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("seeds")
     ranks = script()
     one = ranks.save(f"{folder}/run/one", 0, 1)
+    argv = sys.argv
+    ranks.example(f"{folder}/example")
+    sys.argv = argv
     two = [result.value for result in run_ranks(RANKS, "on_two", str(folder), world_size=2, timeout_s=300)]
     return {"folder": folder, "one": one, "two": two, "back": ranks.restore(f"{folder}/run/two", 0, 1)}
 
@@ -64,10 +68,18 @@ def test_the_resharder_deals_loader_progress_out_anew_and_only_where_the_layout_
     ]
     assert each(ran, "one to two", "dataloader") == each(ran, "two to two", "dataloader") == parts
     assert ran["back"]["dataloader"] == {"rank": 0, "ranks": 1, "consumed": 7, "queue": list(range(32))}
-    handled = {"dataloader": ["dataloader/consumed", "dataloader/queue", "dataloader/rank", "dataloader/ranks"]}
+    handled = {"dataloader": ["dataloader/consumed", "dataloader/queue", "dataloader/rank", "dataloader/ranks"], "unwritten": []}
     assert each(ran, "one to two", "handled") == [handled] * 2
     assert each(ran, "two to two", "handled") == [{}] * 2
     assert ran["back"]["handled"] == handled
+
+
+def test_a_resharder_with_nothing_in_it_leaves_all_to_the_default_which_is_reported(ran: dict[str, Any]) -> None:
+    note = "unwritten: its resharder handled nothing; it was loaded the default way"
+    assert each(ran, "one to two", "unwritten") == [[{"consumed": 7}, [note]]] * 2
+    assert each(ran, "two to two", "unwritten") == [[{"consumed": 7}, []], [{"consumed": 8}, []]]
+    assert ran["back"]["unwritten"] == [{"consumed": 7}, [note]]  # rank 0's, of ranks that differ
+    assert "unwritten/consumed" in ran["back"]["per_rank"]
 
 
 def test_each_rank_reads_its_own_small_state(ran: dict[str, Any]) -> None:
@@ -90,6 +102,7 @@ def test_files_a_rank_hold_what_the_rank_had_and_others_the_whole(ran: dict[str,
         "model_state_1.pt",
         "optimizer.json",
         "optimizer.safetensors",
+        "unwritten.json",
         "weights_0.safetensors",
         "weights_1.safetensors",
         "whole.pt",
@@ -113,6 +126,13 @@ def test_one_file_of_all_ranks_holds_full_tensors_and_plain_numbering(ran: dict[
     assert all(mine[2][0] == "ConflictError" and "is not a regular file" in mine[2][1] for mine in each(ran, "export"))
 
 
+def test_the_example_goes_on_with_two_ranks(ran: dict[str, Any]) -> None:
+    first, second = (syckpt.load(ran["folder"] / "example", name) for name in ("step-20", "step-40"))
+    assert first["loader"] == {"rank": 0, "ranks": 1, "consumed": 160}
+    assert second["loader"] == {"rank": {0: 0, 1: 1}, "ranks": 2, "consumed": 240}
+    assert (second["misc"]["step"], second["optimizer"]["state"][0]["step"].item()) == (40, 40)
+
+
 # --- callbacks --------------------------------------------------------------
 
 
@@ -131,6 +151,14 @@ def test_a_callback_that_raises_on_one_rank_gives_the_save_up_on_all_and_the_job
     assert each(ran, "callbacks", "log") == [True, True]
 
 
+def test_what_a_callback_raises_after_a_save_is_raised_by_the_next_one_on_all_ranks(ran: dict[str, Any]) -> None:
+    zero, one = each(ran, "callbacks", "fails after")
+    assert one == ["RuntimeError", "after, on rank 1"]
+    assert (zero[0], "after, on rank 1" in zero[1]) == ("RankFailure", True)
+    assert [kind for kind, _ in each(ran, "callbacks", "then, after")] == ["", ""]
+    assert each(ran, "callbacks", "log") == [True, True]
+
+
 # --- paths --------------------------------------------------------------
 
 
@@ -142,6 +170,9 @@ def test_managers_of_paths_agree_on_folder_and_name(ran: dict[str, Any]) -> None
         assert "ranks 0 and 1 both claim the file whole.pt" in found["one file"][1]
         assert found["goes on"] == ["", "x"]
         assert found["prewarm"] == ["", None]
+        assert found["other layouts"][0] == "StateError"
+        assert "ranks 0 and 1 save item 'n' under other layouts (n_{rank}.json as json; n.json as json)" in found["other layouts"][1]
+        assert found["without it"] == ["", "a"]
 
 
 def test_a_skipped_save_is_none_on_all_ranks_and_leaves_no_name(ran: dict[str, Any]) -> None:

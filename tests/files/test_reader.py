@@ -18,6 +18,7 @@ from syckpt import (
     IntegrityError,
     NotFoundError,
     StateError,
+    StoreError,
     validate_checkpoint,
 )
 from syckpt.files import header
@@ -340,3 +341,17 @@ def test_a_signature_over_a_commit_is_none_over_a_file(small: Path, tmp_path: Pa
     small.write_bytes(header.render(contents, (signer.key_id, wrong)) + data[-16:])
     with pytest.raises(IntegrityError, match="did not sign this content"):
         CheckpointReader(small, keys / "mine.pub")
+
+
+def test_a_reader_that_is_dropped_closes_its_file(small: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert CheckpointReader(small).keys()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_name_that_no_file_can_have_is_told_as_ever(name: str, tmp_path: Path) -> None:
+    assert validate_checkpoint(tmp_path / name)[0] is False
+    with pytest.raises((NotFoundError, StoreError)):
+        CheckpointReader(tmp_path / name)

@@ -266,3 +266,20 @@ def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, {"x": torch.arange(5), "y": torch.ones(2)}, signer=tmp_path / "key")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_writer_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    writer = CheckpointWriter(tmp_path / "a.ckpt")
+    writer.add("a", torch.ones(3))
+    del writer
+    assert (os.listdir(tmp_path), len(os.listdir("/proc/self/fd"))) == ([], before)
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StateError, match="is not a regular file"):
+        CheckpointWriter(tmp_path / "pipe")
+    with pytest.raises(StateError, match="cannot be the path of a file"):
+        CheckpointWriter(f"{tmp_path}/a\0b")
+    assert os.listdir(tmp_path) == ["pipe"]

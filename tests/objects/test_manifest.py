@@ -245,3 +245,43 @@ def test_what_resharders_declared_stands_in_the_body_only_where_there_is_some():
 def test_a_malformed_declaration_is_damage(sharding):
     with pytest.raises(IntegrityError, match="'sharding' is not"):
         Manifest.from_body(body_with(sharding=sharding), where="m")
+
+
+# --- structures --------------------------------------------------------------------------------------------------------------------
+
+
+def of_rank(rank: int, *entries: Entry, items: dict[str, Any] | None = None, **fields: Any) -> Manifest:
+    return Manifest(rank, 2, entries, {"m": {"list": [{"tensor": 0}, {"tensor": 1}]}, "n": 3} if items is None else items, None, **fields)
+
+
+def part(name: str, box: Box | None, address: bytes = b"", shape: tuple[int, ...] = (4, 2)) -> Entry:
+    return Entry(("m", name), "float32", shape, box, address)
+
+
+def test_ranks_that_store_other_parts_of_one_state_have_one_structure() -> None:
+    upper, lower, middle = Box((0, 0), (1, 2)), Box((3, 0), (1, 2)), Box((1, 0), (2, 2))
+    first = of_rank(
+        0, part("a", upper, b"1" * 32), part("b", None), Entry(("<rng>",), "uint8", (8,), None, b"3" * 32), local=frozenset({2})
+    )
+    second = of_rank(1, part("a", middle, b"4" * 32), part("b", None, b"5" * 32), part("a", lower, b"6" * 32))
+    assert first.structures() == second.structures()
+    assert set(first.structures()) == {"m", "n"}
+
+
+def test_another_value_key_tensor_or_file_is_another_structure_of_that_item() -> None:
+    mine = of_rank(0, part("a", None), part("b", None)).structures()
+    other = of_rank(1, part("a", None), part("b", None), items={"m": {"list": [{"tensor": 0}, {"tensor": 1}]}, "n": 3.0}).structures()
+    assert (other["m"] == mine["m"], other["n"] == mine["n"]) == (True, False)
+    moved = of_rank(1, part("a", None), part("b", None), layouts={"n": ["n.json", "json", {}]}).structures()
+    assert (moved["m"] == mine["m"], moved["n"] == mine["n"]) == (True, False)
+    for second in (part("c", None), part("b", None, shape=(4, 3)), Entry(("m", "b"), "int32", (4, 2), None, b"")):
+        assert of_rank(1, part("a", None), second).structures()["m"] != mine["m"]
+
+
+def test_an_item_with_something_of_this_rank_alone_has_no_structure_that_others_share() -> None:
+    entries = (part("a", None, b"1" * 32), part("b", None))
+    items = {"m": {"list": [{"tensor": 0}, {"tensor": 1}]}, "n": 3, "tie": {"ndarray": [0, "<f4", "C"]}, "of": {"encoded": ["raw", 1]}}
+    found = of_rank(0, *entries, items=items, local=frozenset({0})).structures()
+    assert {name: told is None for name, told in found.items()} == {"m": True, "n": False, "tie": True, "of": False}
+    declared = of_rank(0, *entries, items=items, sharding={"n": []}).structures()
+    assert {name: told is None for name, told in declared.items()} == {"m": False, "n": True, "tie": False, "of": False}

@@ -20,7 +20,10 @@ from syckpt.reshard.layout import (
     Shard,
     StridedShard,
     boxes_at,
+    copies,
+    copy_of,
     holders,
+    keepers,
     local_shape,
     shard_placements,
 )
@@ -226,3 +229,39 @@ def test_replicas_of_a_large_mesh_share_one_box() -> None:
     found = holders(of)
     assert len(found) == 8
     assert found[Box((8, 0), (8, 8))][:2] == (1, 9)
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True)))
+
+
+def meet(first: Box, second: Box) -> bool:
+    corners = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    return all(max(a, c) < min(a + b, c + d) for a, b, c, d in corners)
+
+
+@given(layouts(), st.data())
+def test_the_keepers_of_a_copy_are_the_ranks_of_it_that_hold_elements_of_the_boxes(of: Layout, data: st.DataObject) -> None:
+    found = holders(of)
+    whole = Box((0,) * len(of.global_shape), of.global_shape)
+    assert {len(ranks) for ranks in found.values()} <= {copies(of)}
+    assert {rank: copy_of(of, rank) for rank in (*of.ranks, max(of.ranks) + 1)}[max(of.ranks) + 1] is None
+    for copy in range(copies(of)):
+        members = {rank for rank in of.ranks if copy_of(of, rank) == copy}
+        assert all(len(members.intersection(ranks)) == 1 for ranks in found.values())
+        assert keepers(of, copy) == members.intersection(*[set().union(*found.values())])
+        box = data.draw(parts_of(of.global_shape))
+        near = [ranks for held, ranks in found.items() if meet(held, box)]
+        if whole.elements:
+            assert keepers(of, copy, [box]) == members.intersection(set().union(*near))
+        else:
+            assert keepers(of, copy, [box]) == members
+
+
+def test_the_keepers_of_a_part_of_a_large_mesh_are_found_without_a_look_at_its_ranks() -> None:
+    of = layout((1 << 40, 3), (8192,), Shard(0))
+    assert keepers(of, 0, [Box((1 << 27, 0), (1 << 28, 1))]) == {1, 2}
+    hybrid = layout((100, 3), (2, 4, 2), Replicate(), Shard(0), Replicate())
+    assert [keepers(hybrid, copy, [Box((25, 0), (26, 3))]) for copy in range(4)] == [{2, 4}, {3, 5}, {10, 12}, {11, 13}]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syckpt.errors import StateError
 from syckpt.objects.box import Box
-from syckpt.reshard.owners import Piece, assign
+from syckpt.reshard.owners import Copied, Piece, assign, choose, spread
 
 
 def piece(name: str, nbytes: int, *candidates: int) -> Piece:
@@ -90,3 +90,34 @@ def test_replicas_that_all_ranks_hold_differ_by_at_most_one_piece() -> None:
     pieces = [piece(f"p{i}", nbytes, *range(8)) for i, nbytes in enumerate(random.Random(0).choices(range(1, 100), k=300))]
     got = loads(pieces, assign(pieces, 8), 8)
     assert max(got) - min(got) <= max(p.nbytes for p in pieces)
+
+
+def copied(name: str, nbytes: int, *copies: tuple[int, ...]) -> Copied:
+    return Copied(name, nbytes, tuple(enumerate(copies)))
+
+
+def test_of_a_tensor_with_copies_the_one_is_stored_whose_busiest_rank_has_least() -> None:
+    tensors = [
+        copied("shard", 4, (0, 1, 2, 3)),
+        copied("plain", 3, (0,), (1,), (2,), (3,)),
+        copied("large", 9, (0, 1), (2, 3)),
+        copied("small", 2, (0, 1), (2, 3)),
+    ]
+    # 4 each; `large` to the first copy: 13, 13, 4, 4; `plain` to rank 2: 7; `small` to ranks 2 and 3.
+    assert choose(tensors, 4) == [0, 2, 0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from([1, 2, 4])), max_size=20), st.randoms())
+def test_which_copies_are_stored_does_not_depend_on_the_order(sizes: list[tuple[int, int]], random: random.Random) -> None:
+    groups = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 4: ((0,), (1,), (2,), (3,))}
+    tensors = [copied(f"t{number}", nbytes, *groups[count]) for number, (nbytes, count) in enumerate(sizes)]
+    chosen = dict(zip(tensors, choose(tensors, 4), strict=True))
+    shuffled = random.sample(tensors, len(tensors))
+    assert choose(shuffled, 4) == [chosen[tensor] for tensor in shuffled]
+
+
+def test_few_copies_come_into_question_and_they_are_far_apart() -> None:
+    assert spread(1) == [0]
+    assert spread(5) == [0, 1, 2, 3, 4]
+    assert spread(1024) == list(range(0, 1024, 64))
+    assert len(set(spread(1000))) == 16

@@ -174,7 +174,7 @@ def test_raw_bytes_are_one_entry_and_come_back(data: bytes) -> None:
 
 @pytest.mark.parametrize("value", ["text", bytearray(b"x"), {"a": b"x"}, None])
 def test_raw_takes_bytes_and_names_the_item_otherwise(value: Any) -> None:
-    with pytest.raises(StateError, match=r"x: RawSerialization cannot encode it: RawSerialization takes bytes, not"):
+    with pytest.raises(StateError, match=r"^x: RawSerialization takes bytes, not"):
         kept(RawSerialization(), value)
 
 
@@ -497,3 +497,69 @@ def test_values_that_differ_between_ranks_are_a_dict_by_rank() -> None:
     found, converted = plain({nodes.PER_RANK: [[0, 1], [1, {"tuple": [2]}]]}, lambda index: torch.empty(0), path=("x",))
     assert found == {0: 1, 1: (2,)}
     assert converted == ["x: value that differs between ranks as dict by rank"]
+
+
+# --- objects that a commit, or a script, made unlike the class --------------------------------------------------------------
+
+
+class Guarded:
+    @property
+    def step(self) -> int:
+        return 0
+
+    @step.setter
+    def step(self, value: int) -> None:
+        raise AssertionError("a commit reached a property")
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+class Half(Slotted):
+    pass
+
+
+def test_names_that_a_commit_chose_reach_no_property_and_no_class() -> None:
+    saved = {"step": 1, "__class__": "os.system", "__dict__": {"x": 1}}
+    made = rebuild(JsonSerialization(Guarded), saved, ("x",))
+    assert (type(made), made.step, vars(made)) == (Guarded, 0, saved)
+
+
+@pytest.mark.parametrize("cls", [int, list, Slotted])
+def test_a_class_without_plain_attributes_is_an_error_that_says_so(cls: type) -> None:
+    with pytest.raises(StateError, match=rf"^x: {cls.__name__} is no class of plain attributes: name a dataclass"):
+        rebuild(JsonSerialization(cls), {"a": 1}, ("x",))
+
+
+def test_what_a_load_could_not_bring_back_is_refused_at_save() -> None:
+    half, unset, more = Half(), Progress(3), Progress(3)
+    half.hidden = 1  # type: ignore[attr-defined]
+    del unset.step
+    more.seen = 4  # type: ignore[attr-defined]
+
+    class Later(Progress):
+        pass
+
+    for cls, value, message in (
+        (Half, half, "keeps hidden in __slots__"),
+        (Progress, unset, "has fields without a value: step"),
+        (Progress, more, "has attributes that are no fields: seen"),
+        (Progress, Later(3), "a load would make a Progress of this"),
+        (dict, {"n": 10**5000}, "readers of JSON refuse an integer of 16610 bits"),
+    ):
+        with pytest.raises(StateError, match=f"^x.*{message}"):
+            flatten({"x": value}, formats={"x": JsonSerialization(cls)})
+
+
+def test_integers_that_torch_cannot_unpickle_are_texts_in_its_files() -> None:
+    limit = 1 << (8 * 255 - 1)
+    value = {"fits": limit - 1, "low": -limit + 1, "large": limit, -limit: 0}
+    node = flatten({"x": value}).nodes["x"]
+    found, told = plain(node, lambda index: torch.empty(0), path=("x",))
+    assert found == {"fits": limit - 1, "low": -limit + 1, "large": hex(limit), hex(-limit): 0}
+    assert len(told) == 2
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == found
