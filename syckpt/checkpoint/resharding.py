@@ -75,9 +75,21 @@ def prepare(source: Source, name: str, resharder: Resharder, target: Any, notes:
             value = _at(filled, path)
         except (LookupError, TypeError, AttributeError) as exc:
             raise StateError(f"item {name!r}: {kind}.load says that it handled {path!r}, and the target has nothing there") from exc
+        _refuse_other_shape(name, path, wanted.get(path), value, kind)
         filled = _put(filled, path, _in_place(_at(target, path, None), value))
     source.handled[name] = sorted(format_path(key_path(name, path)) for path in paths)
     return Resharded(filled, paths, frozenset(source.handled[name]))
+
+
+def _refuse_other_shape(name: str, path: NestedPath, declared: ShardingMetadata | None, value: Any, kind: str) -> None:
+    """What a resharder puts where it declares one box of a tensor has to be that box."""
+    if declared is None or declared.dtype is None or len(declared.boxes) != 1 or not isinstance(value, torch.Tensor):
+        return
+    if tuple(value.shape) != declared.boxes[0].sizes:
+        raise StateError(
+            f"item {name!r}: {kind}.load put a tensor of shape {list(value.shape)} at {path!r}, and declares a box of sizes"
+            f" {list(declared.boxes[0].sizes)} there"
+        )
 
 
 def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, item: Any = None, *, is_object: bool = False) -> list[str]:

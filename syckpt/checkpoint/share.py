@@ -80,7 +80,7 @@ class Sharing:
         self._full = full
         self._one_file = one_file
         self._schema = ""
-        self._copies: list[int | None] = []
+        self._copies: dict[str, int] = {}
         self._table: dict[str, Any] | None = None
         self.table: dict[str, Any] | None = None
         """Who stores what by the last shares, as `LayoutTable.to_body` without items; None where ranks differ in structure. While the
@@ -152,8 +152,8 @@ class Sharing:
         self.table = self._table if same_schema else None
         first: list[Part] = []
         further: list[Part] = []
-        chosen = self._copies if same_schema else [None] * len(flat.leaves)
-        for leaf, path, layout, claim, copy in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, chosen, strict=True):
+        chosen = self._copies if same_schema else {}
+        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
             if leaf.path[0] == own or path in diverged or (claim is not None and claim.box is None):
                 first.append(Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array, local=True, trainable=leaf.trainable))
                 continue
@@ -161,11 +161,11 @@ class Sharing:
                 holding = everyone if claimants is None else claimants.get(_box_text(path, claim.box), (self._coordinator.rank,))
                 first.append(_box_part(leaf, claim.shape, claim.box, owned=_by_name(path, claim.box, holding) == self._coordinator.rank))
                 continue
-            if copy is None:
+            if path not in chosen:
                 held = _held(leaf, path, layout, candidates.get(path, everyone))
                 mine = [(box, view) for box, view, ranks in held if _by_name(path, box, ranks) == self._coordinator.rank]
             else:
-                is_mine = copy == (self._coordinator.rank if layout is None else copy_of(layout, self._coordinator.rank))
+                is_mine = chosen[path] == (self._coordinator.rank if layout is None else copy_of(layout, self._coordinator.rank))
                 mine = _own(leaf, path, layout) if is_mine else []
             parts = [
                 Part(leaf.path, leaf.dtype, leaf.shape, None if layout is None else box, view, trainable=leaf.trainable)
@@ -199,13 +199,12 @@ class Sharing:
                 found,
             )
 
-    def _choose(self, flat: Flat, facts: Facts, own: str) -> list[int | None]:
-        """Return which copy of each tensor is stored: a rank of plain ones, a copy of its layout of a sharded one; None for others."""
+    def _choose(self, flat: Flat, facts: Facts, own: str) -> dict[str, int]:
+        """Return which copy of each tensor is stored, by path text: a rank of a plain one, a copy of its layout of a sharded one."""
         world_size = self._coordinator.world_size
         known: dict[Layout | None, tuple[tuple[int, tuple[int, ...]], ...]] = {None: tuple((rank, (rank,)) for rank in spread(world_size))}
         items: list[Copied] = []
-        numbers: list[int] = []
-        for index, (leaf, path, layout, claim) in enumerate(zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True)):
+        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
             if leaf.path[0] == own or claim is not None:
                 continue
             if layout not in known:
@@ -213,26 +212,22 @@ class Sharing:
                 known[layout] = tuple((copy, tuple(sorted(keepers(layout, copy)))) for copy in spread(copies(layout)))
             sizes = leaf.shape if layout is None else local_shape(layout, (0,) * len(layout.mesh_shape))
             items.append(Copied(path, prod(sizes) * dtype(leaf.dtype).itemsize, known[layout]))
-            numbers.append(index)
-        chosen: list[int | None] = [None] * len(flat.leaves)
-        for index, copy in zip(numbers, choose(items, world_size), strict=True):
-            chosen[index] = copy
-        return chosen
+        return {item.key: copy for item, copy in zip(items, choose(items, world_size), strict=True)}
 
 
-def _table(flat: Flat, facts: Facts, chosen: Sequence[int | None], *, world_size: int) -> LayoutTable:
+def _table(flat: Flat, facts: Facts, chosen: Mapping[str, int], *, world_size: int) -> LayoutTable:
     """Return the table of layouts of all tensors of which a copy was chosen; it names no items."""
     meshes: dict[Any, int] = {}
     layouts: dict[Any, int] = {}
     rows = []
-    for leaf, layout, copy in zip(flat.leaves, facts.layouts, chosen, strict=True):
-        if copy is None:
+    for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
+        if path not in chosen:
             continue
         number = None
         if layout is not None:
             mesh = meshes.setdefault((layout.mesh_shape, layout.ranks), len(meshes))
             number = layouts.setdefault((mesh, tuple(map(split_of, layout.placements))), len(layouts))
-        rows.append(TensorLayout(leaf.path, leaf.dtype, leaf.shape, number, copy))
+        rows.append(TensorLayout(leaf.path, leaf.dtype, leaf.shape, number, chosen[path]))
     return LayoutTable(world_size, {}, tuple(meshes), tuple(layouts), tuple(rows))
 
 

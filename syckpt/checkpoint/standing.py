@@ -114,10 +114,12 @@ class Standing:
             verdict = self._coordinator.agree(call, mine, settled, error=error, at=at)
             if verdict["resume"] is None:
                 return verdict
+            self._torn = "resuming from an older commit failed"
             try:
                 self._together(resumption.restore_all_from, verdict["resume"], call=call, at="an older commit")
             except IntegrityError as exc:
                 resumption.damage = str(exc)
+            self._torn = None
 
     def _refuse_torn(self) -> None:
         if self._torn is not None:

@@ -13,6 +13,7 @@ from syckpt.objects.manifest import read_path, read_shape
 
 __all__ = ["LayoutTable", "Mesh", "Split", "TensorLayout"]
 
+_MAX_RANKS = 100_000  # as many as keys have numbers for
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]  # shape, ranks in row-major order
 Split = tuple[int, ...] | None  # of a mesh dimension: (dim,), (dim, factor), or None where it splits nothing
 
@@ -63,6 +64,8 @@ class LayoutTable:
         """Read a table; every number is checked here. Raises: IntegrityError, FormatError (an unknown dtype)."""
         fields = Fields(body, where=where)
         world_size = fields.integer("world_size", least=1)
+        if world_size > _MAX_RANKS:
+            fields.fail(f"{world_size} ranks")
         items = fields.mapping("items")
         if not all(isinstance(same, bool) for same in items.values()):
             fields.fail("'items' is not one of names to booleans")
@@ -98,7 +101,7 @@ def _natural(value: Any, below: int) -> int:
 def _mesh(value: Any, world_size: int) -> Mesh:
     shape, runs = value
     sizes = read_shape(shape)
-    if sum(_natural(count, world_size + 1) for _, count, _ in runs) != prod(sizes):
+    if not sum(_natural(count, world_size + 1) for _, count, _ in runs) == prod(sizes) <= world_size or 0 in sizes:
         raise ValueError(f"other ranks than a mesh of shape {list(sizes)} has")
     ranks: list[int] = []
     for first, count, step in runs:
@@ -123,7 +126,7 @@ def _layout(value: Any, meshes: Sequence[Mesh]) -> tuple[int, tuple[Split, ...]]
 def _split(dim: Any, factor: Any = None) -> tuple[int, ...]:
     if factor is None:
         return (_natural(dim, 64),)
-    if _natural(factor, 1 << 31) < 1:
+    if _natural(factor, 1 << 53) < 1:
         raise ValueError("a split factor of 0")
     return _natural(dim, 64), factor
 

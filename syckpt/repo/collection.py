@@ -18,7 +18,7 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent
 from syckpt.repo.owner import is_dead
 from syckpt.repo.repacking import Sweep, plan_sweeps, run_sweeps
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, manifest_key
 from syckpt.repo.survey import Sight, Survey, drop, read_intents
 from syckpt.repo.transaction import settle
 
@@ -111,6 +111,11 @@ def collect(
     why = "gc: for two weeks nothing but old records has led to it"
     gone = set(drop(survey, lost, why=why, protected=lambda now: _reached(survey, now, now_s=now_s)))
     done, skipped = run_sweeps(repository, plan_sweeps(survey, now_s=now_s), progress=progress)
+    filled = {match[1] for key in keys if (match := _OBJECT.fullmatch(key)) and "/" in key.removeprefix("objects/")}
+    for commit in sight.recorded - filled:
+        if survey.is_dropped(commit):
+            # A sweep killed behind its last deletion leaves an empty directory, which goes with a key that may be absent.
+            store.delete(manifest_key(commit, 0))
     staged = store.collect_staging()
     return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), given_up, sized, done, skipped, staged)
 

@@ -20,7 +20,7 @@ from syckpt.objects.locations import Locations, Source
 from syckpt.objects.refs import Intent, Owner, RefRecord
 from syckpt.repo import documents
 from syckpt.repo.owner import is_dead, this_process
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, manifest_key
 
 __all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop", "mark_key", "numbers_in", "read_intents"]
 
@@ -145,15 +145,14 @@ class Survey:
     # -- commits -----------------------------------------------------------------------------------------------------
 
     def commit(self, commit: str) -> Commit:
-        """Return a commit, with its `dropped` mark as it is now. Raises: IntegrityError."""
+        """Return a commit, with its marks as they are now. Raises: IntegrityError."""
         if commit not in self._commits:
             try:
                 self._commits[commit] = self.repository.read_commit(commit)
             except NotFoundError:
                 raise IntegrityError(f"objects/{commit}.json: missing, though a record names it; run `syckpt verify`") from None
-        found = self._commits[commit]
-        marks = set(found.marks) - {"dropped"}
-        return found.marked(marks | ({"dropped"} if self.is_dropped(commit) else set()))
+        # A verification marks commits, and takes marks away, while a writer runs for weeks.
+        return self._commits[commit].marked({"dropped"} if commit in self._settled else self.repository.marks(commit))
 
     def is_dropped(self, commit: str) -> bool:
         """Whether a commit is marked as dropped."""
@@ -169,6 +168,8 @@ class Survey:
         left = {commit for commit in asked - self._settled if self._is_left(commit, now_s=now_s)}
         named = self.look().named if left else frozenset()
         for commit in left:
+            if commit in named and self.repository.store.size(manifest_key(commit, 0)) is None:
+                continue  # Dropped long since: a save under way only names it as the keyframe of its cycle.
             if commit in named:
                 _log.warning(
                     "%s: left by a process that did not look again, on a commit that a branch, a tag or a save names: its bytes stay; with"

@@ -31,7 +31,7 @@ from syckpt.objects.manifest import Entry
 from syckpt.objects.refs import Intent, Lease
 from syckpt.repo import documents, history, signing
 from syckpt.repo.reader import Place, Reader, Snapshot
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, dropped_error
 
 __all__ = ["Progress", "VerifyReport", "verify"]
 
@@ -110,11 +110,14 @@ def verify(
     `mark`: a full check puts the mark `damaged` beside commits that cannot be loaded whole, and removes it from those that can;
     without it nothing is changed. `resume`: a file in which a full check of everything notes what it found whole, every few seconds
     and when it is interrupted, and from which the next one goes on; it is removed at the end.
-    Raises: NotFoundError for a revision that does not exist; StateError for a `resume` file of something else.
+    Raises: NotFoundError for a revision that does not exist, or was dropped; StateError for a `resume` file of something else.
     """
     run = _Run(repository, quick=quick, mark=mark and not quick, progress=progress)
     if rev is not None:
-        run.check_one(history.resolve(repository, rev))
+        commit = history.resolve(repository, rev)
+        if commit.dropped:
+            raise dropped_error(commit.id)
+        run.check_one(commit)
         return run.report
     run.log = _Log(repository, resume) if resume is not None and not quick else None
     try:

@@ -13,6 +13,8 @@ from syckpt.reshard.layout import Layout, Placement, Replicate, Shard, StridedSh
 
 __all__ = ["Keeping", "split_of"]
 
+_MAX_EFFORT = 1 << 20  # a second or two
+
 
 class Keeping:
     """A commit's table of layouts. `where` names it in errors."""
@@ -41,7 +43,7 @@ class Keeping:
             )
 
     def ranks(self, path: KeyPath, boxes: Sequence[Box]) -> set[int]:
-        """Return the ranks that store elements of these boxes of a tensor; none where the table does not know it."""
+        """Return the ranks that store elements of these boxes of a tensor; none where the table does not tell, or not within seconds."""
         row = self._rows.get(format_path(path))
         if row is None:
             return set()
@@ -50,7 +52,8 @@ class Keeping:
         # Thousands of tensors have a few dozen shapes.
         key = (row.layout, row.shape, row.copy, tuple(boxes))
         if key not in self._ranks:
-            self._ranks[key] = keepers(self._layout(row), row.copy, boxes)
+            layout = self._layout(row)
+            self._ranks[key] = keepers(layout, row.copy, boxes) if layout.effort <= _MAX_EFFORT else set()
         return self._ranks[key]
 
     def _layout(self, row: TensorLayout) -> Layout:

@@ -98,6 +98,12 @@ class Layout:
         return f"{self.mesh_shape} {blake3(str(self.ranks).encode()).hexdigest()} {self.placements}"
 
     @cached_property
+    def effort(self) -> int:
+        """About how many steps it takes to say who holds a box: few, but for factors that mean no order of mesh dimensions."""
+        slow = [sharding.splits for sharding in self._sharding if not sharding.is_simple]
+        return sum(prod(parts for _, parts, _ in splits) * sum(factor for _, _, factor in splits) for splits in slow)
+
+    @cached_property
     def copying(self) -> tuple[int, ...]:
         """The mesh dimensions that split nothing: along them lie copies."""
         if 0 in self.global_shape:
@@ -139,6 +145,11 @@ class _Sharding:
                 splits.append((axis, parts, placement.split_factor if isinstance(placement, StridedShard) else 1))
         return _Sharding(layout.global_shape[dim], _in_order(splits) or tuple(splits))
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether each rank holds one interval, which is found by a division."""
+        return len(self.splits) == 1 and self.splits[0][2] == 1
+
     def runs(self, coordinate: Sequence[int]) -> list[_Run]:
         """Return the intervals that a coordinate holds, in the order of its local tensor."""
         runs: list[_Run] = [(0, self.size)]
@@ -154,7 +165,7 @@ class _Sharding:
     def places(self, mesh_shape: Sequence[int], low: int, high: int) -> Iterator[tuple[int, ...]]:
         """Yield where on the mesh dimensions that split it, in the order of `splits`, the ranks are that hold some of `low` to `high`."""
         sizes = [parts for _, parts, _ in self.splits]
-        if len(self.splits) == 1 and self.splits[0][2] == 1:
+        if self.is_simple:
             # The usual case, without a look at each of thousands of ranks.
             step = -(-self.size // sizes[0])
             yield from ((index,) for index in range(low // step, -(-high // step)))

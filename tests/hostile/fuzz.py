@@ -32,12 +32,15 @@ with instrumented:
     from syckpt.files import header
     from syckpt.hyperparams.config import HyperConfig
     from syckpt.objects import address, canonical, nodes
+    from syckpt.objects.box import Box
     from syckpt.objects.commit import Commit
+    from syckpt.objects.layouts import LayoutTable, TensorLayout
     from syckpt.objects.locations import Locations
     from syckpt.objects.manifest import Manifest
     from syckpt.objects.refs import Intent, Lease, Owner, RefRecord
     from syckpt.repo import documents
     from syckpt.repo.repository import Repository
+    from syckpt.reshard.keeping import Keeping
     from syckpt.stores.memory import MemoryStore
     from syckpt.testing.repositories import make_repository
 
@@ -147,6 +150,16 @@ def file_content(data: bytes) -> None:
     header.parse(len(text).to_bytes(8, "little") + text, where="fuzz")
 
 
+def layouts(data: bytes) -> None:
+    read = LayoutTable.from_body(loaded(data), where="fuzz")
+    assert LayoutTable.from_body(json.loads(json.dumps(read.to_body())), where="fuzz") == read
+    keeping = Keeping(read, where="fuzz")
+    for row in read.tensors[:3]:
+        assert keeping.ranks(row.path, [Box((0,) * len(row.shape), tuple(min(1, size) for size in row.shape))]) <= set(
+            range(read.world_size)
+        )
+
+
 DECODERS: tuple[Callable[[bytes], None], ...] = (
     unseal,
     unseal_sealed,
@@ -161,6 +174,7 @@ DECODERS: tuple[Callable[[bytes], None], ...] = (
     repository,
     file_header,
     file_content,
+    layouts,
 )
 
 
@@ -192,6 +206,9 @@ def seeds() -> Iterator[tuple[Callable[[bytes], None], bytes]]:
             yield unseal_sealed, body
             for decoder in (manifest, locations, commit, records, node):
                 yield decoder, body
+    rows = (TensorLayout(("m", "w"), "int8", (8, 3), 1, 1), TensorLayout(("m", "v"), "int8", (3,), None, 5))
+    table = LayoutTable(8, {"m": True}, (((2, 4), (7, 5, 3, 1, 0, 2, 4, 6)),), ((0, ((0, 4), (0,))), (0, (None, (1,)))), rows)
+    yield layouts, canonical.dumps(table.to_body())
     records_of = [("a", "float32", (3, 4), 48), ("b", "bfloat16", (2**20,), 2**21), ("c", "bits8", (0,), 0)]
     made, begin = [], 0
     for name, kind, shape, nbytes in records_of:

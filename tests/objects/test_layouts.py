@@ -62,6 +62,7 @@ def test_thousands_of_ranks_take_a_few_numbers() -> None:
     ("where", "value"),
     [
         (("world_size",), 0),
+        (("world_size",), 1 << 50),
         (("items", "model"), 1),
         (("meshes", 0, 1), [[0, 5, 1]]),  # more ranks than places
         (("meshes", 0, 1), [[0, 4, 3]]),  # beyond the last rank
@@ -69,6 +70,8 @@ def test_thousands_of_ranks_take_a_few_numbers() -> None:
         (("meshes", 0, 1), [[0, 2, 1], [1, 2, 1]]),  # rank 1 twice
         (("meshes", 0, 1), [[0, 1 << 60, 1]]),
         (("meshes", 0, 0), [1 << 40]),
+        (("meshes", 0), [[0], []]),
+        (("meshes", 0), [[800_000], [[0, 8, 1]] * 100_000]),  # no time for a list of all of them
         (("layouts", 0), [2, [None, None]]),  # no such mesh
         (("layouts", 0), [0, [None]]),
         (("layouts", 0), [0, [None, [64]]]),

@@ -317,3 +317,20 @@ def test_a_branch_taken_anew_goes_on_after_a_collection(desk, make_desk) -> None
     made = other.save(state(9))
     assert other.load(made) == held(9)
     assert open_branch(desk.repository, "main", run="t", expected=made.id).tip == made.id
+
+
+def test_an_empty_directory_that_a_killed_sweep_left_behind_goes(desk, tmp_path) -> None:
+    desk.open()
+    commits = [desk.save(state(n)) for n in range(2)]
+    retain(desk.repository, "main", Retention(last=1))
+    store = LocalStore(tmp_path)
+    for key, value in desk.store._values.items():
+        store.create(key, value)
+    desk.repository.store = store
+    for key in store.list(f"objects/{commits[0].id}/"):
+        store.delete(key)
+    empty = tmp_path / "objects" / commits[0].id
+    empty.mkdir()
+    collect(desk.repository)
+    assert not empty.exists()
+    assert (tmp_path / "objects" / commits[1].id).is_dir()

@@ -34,6 +34,11 @@ def test_the_ranks_follow_from_layout_and_copy() -> None:
     assert KEEPING.ranks(("model", "other"), [Box((0,), (3,))]) == set()
 
 
+def test_nobody_waits_for_a_layout_that_takes_forever() -> None:
+    table = LayoutTable(8, {}, (((8,), tuple(range(8))),), ((0, ((0, 1 << 40),)),), (TensorLayout(("m", "w"), "int8", (1 << 45,), 0, 0),))
+    assert Keeping(table, where="").ranks(("m", "w"), [Box((0,), (1,))]) == set()
+
+
 def test_placements_come_back_as_they_were() -> None:
     assert [split_of(placement) for placement in (Replicate(), Shard(3), StridedShard(1, 4))] == [None, (3,), (1, 4)]
 
