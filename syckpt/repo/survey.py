@@ -222,15 +222,18 @@ class Survey:
         total: Rows = defaultdict(int)
         whole = set(kept)
         goes_on = set(continued)
+        told: set[str] = set()
         for commit in whole:
             needs = self.needs(commit)
             if needs is None:
                 continue
+            told.add(commit)
             for source, rows in needs.rows.items():
                 total[source] |= rows
             for source, rows in needs.bases.items() if commit in goes_on else ():
                 total[source] |= rows
-        for source in [source for source in total if source[0] not in whole]:
+        # Bases of the rows of others: of commits that are dropped, or of which another process has removed some ranks' locations already.
+        for source in [source for source in total if source[0] not in told]:
             table = self.table(source)
             if table is None:
                 self._refuse_if_lost(source, whole)

@@ -104,7 +104,7 @@ def test_everything_else_of_a_history_works_on_all_ranks(both: list[dict[str, An
         assert each["tag again"][0] == "ConflictError"
         assert [kind for kind, _ in each["missing"]] == ["NotFoundError", "ConflictError"]
         assert each["export"][0] == "StoreError"
-        assert each["diff"] == ["model/weight", "own/weight"]
+        assert each["diff"] == ["model/weight", "own/weight (rank 0)", "own/weight (rank 1)"]
         assert each["similar"] == 2
         assert each["swept"][1][0] == "StateError"
     assert [each["swept"][0] for each in both] == [True, False]
