@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import click
@@ -60,6 +61,7 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -73,6 +75,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@cache
 def imports_of(path: Path) -> list[Import]:
     """Return every import of a module, `from a import b` as `a.b` when that is a module and as `a` otherwise."""
     found: list[Import] = []
@@ -101,14 +104,12 @@ def imports_of(path: Path) -> list[Import]:
 
 
 NAMES = {name_of(path): path for path in MODULES}
-IMPORTS = {path: imports_of(path) for path in MODULES}
-TREES = {path: tree_of(path) for path in MODULES}
 
 
 def each_import(*, of: frozenset[str] | None = None) -> Iterator[tuple[Path, str, Import]]:
-    for path, imports in IMPORTS.items():
+    for path in MODULES:
         room = room_of(name_of(path))
-        for item in imports:
+        for item in imports_of(path):
             if of is None or item.module.split(".")[0] in of:
                 yield path, room, item
 
@@ -171,7 +172,7 @@ def closure_of(module: str) -> dict[str, list[str]]:
         if path is None:
             continue
         parents = [name.rpartition(".")[0]] if "." in name else []  # importing a.b runs a's __init__
-        for other in parents + [item.module for item in IMPORTS[path] if not item.typing_only]:
+        for other in parents + [item.module for item in imports_of(path) if not item.typing_only]:
             todo.append((other, [*chain, other]))
     return reached
 
@@ -204,7 +205,7 @@ def test_the_environment_is_read_in_topology_and_cli_alone() -> None:
 def guarded_calls() -> set[ast.Call]:
     """Return the one call that may unpickle: it stands behind the check that the caller's own spec asks for it, in the same function."""
     path = PACKAGE / "state" / "formats.py"
-    (function,) = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef) and node.name == "unpickle"]
+    (function,) = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef) and node.name == "unpickle"]
     statements = [line for line in function.body[1:] if not isinstance(line, ast.Import)]
     assert ast.unparse(statements[0]) == "require_trust(form, path)"
     calls = [node for line in statements[1:] for node in ast.walk(line) if isinstance(node, ast.Call)]
@@ -218,7 +219,7 @@ def test_nothing_can_run_code_from_a_checkpoint() -> None:
     # A package's __init__ may import lazily by a table of its own: it never sees what is stored.
     wrong = [f"{where(path, item)}: {item.module}" for path, _, item in each_import(of=PICKLES)]
     for path in MODULES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.Call) or node in guarded:
                 continue
             called = ast.unparse(node.func)

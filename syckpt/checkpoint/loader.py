@@ -412,8 +412,11 @@ def load(
     repository = Repository.open(spec)
     commit = history.resolve(repository, rev)
     source = Source(Reader(repository, trusted=trusted), commit, config=config)
-    if into is not None:
-        parameters = of_targets(into)
-        into = {name: filled_up(source, name, target, parameters, partial=partial) for name, target in into.items()}
-    values, _ = read(source, into, items=items, strict=strict, cast=cast, partial=partial, map_location=map_location, dry_run=dry_run)
-    return values
+    how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location, "dry_run": dry_run}
+    if into is None:
+        return read(source, None, items=items, **how)[0]
+    parameters = of_targets(into)
+    templates = {name: filled_up(source, name, target, parameters, partial=partial) for name, target in into.items()}
+    values, _ = read(source, templates, **how)
+    # What was left alone altogether is the caller's own.
+    return {name: into[name] if value is templates[name] else value for name, value in values.items()}

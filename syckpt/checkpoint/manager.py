@@ -129,6 +129,8 @@ class CheckpointManager:
             on_error=on_error,
             save_on_exit=save_on_exit,
             timeout_s=timeout_s,
+            read=self._config.read,
+            check_replicas=self._config.check_replicas,
         )
         self._coordinator = coordinator or connect(timeout_s=timeout_s)
         self._keys = Keys.read(signer, trusted_keys, rank=self._coordinator.rank)
@@ -548,7 +550,8 @@ class CheckpointManager:
         Waits for this manager's own saves first. Random streams and counters are left alone. Collective: what does not fit on one rank is
         raised on all, before anything is touched; so is damage that one of them reads.
         """
-        commit = self._standing.commit(rev, call="load()")
+        how_far = ("" if into is None else " into targets") + (", dry_run" if dry_run else "")
+        commit = self._standing.commit(rev, call="load()", more=how_far)
         how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location}
         self._report = LoadReport(commit=commit.id)
         return self._loads.make(commit, into, self._report, dry_run=dry_run, **how)

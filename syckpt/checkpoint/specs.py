@@ -76,7 +76,9 @@ class Config:
 
     `items`: specs by item name; `default`: that of all others (None: an item that is not listed is an error). `compression`: "fast" or
     "none"; at most `keyframe_every` commits share a keyframe. `read="broadcast"`: values that all ranks need alike are read once and
-    broadcast. `check_replicas="full"`: replicas are compared by all of their bytes, not by a sample.
+    broadcast, in whatever all ranks do together (`load`, `goto`, going to another branch, a resume from an older commit; an item that is
+    restored when it is registered is read by each rank). `check_replicas="full"`: replicas are compared by all of their bytes, not by a
+    sample.
     """
 
     items: Mapping[str, ItemSpec] = field(default_factory=dict)

@@ -273,9 +273,12 @@ class Standing:
 
         self._agree("tag()", decide, at=f"{name} at {_shown(rev)}", check=lambda: text_of(rev))
 
-    def commit(self, rev: str, *, call: str) -> Commit:
-        """Return the commit that a revision names, the same on all ranks, after waiting for this manager's own saves."""
-        found = self._agree(call, lambda: self._found(rev), at=_shown(rev), check=lambda: text_of(rev))
+    def commit(self, rev: str, *, call: str, more: str = "") -> Commit:
+        """Return the commit that a revision names, the same on all ranks, after waiting for this manager's own saves.
+
+        `more`: what else has to be the same.
+        """
+        found = self._agree(call, lambda: self._found(rev), at=_shown(rev) + more, check=lambda: text_of(rev))
         return self._repository.read_commit(found["commit"])
 
     def _found(self, rev: str) -> _Decision:

@@ -45,6 +45,8 @@ class Arguments:
     on_error: str
     save_on_exit: bool
     timeout_s: float
+    read: str = "ranged"
+    check_replicas: str = "sampled"
 
 
 @dataclass(frozen=True)

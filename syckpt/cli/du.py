@@ -26,8 +26,8 @@ def command(invocation: Invocation, rev: str | None, tensors: bool) -> None:
     """Show what each commit costs: bytes that only it needs (they go with it), and bytes that it shares. With REV: its items.
 
     JSON without REV: {"total_nbytes", "files", "commits": [{"id", "step", "exclusive_nbytes", "shared_nbytes", "document_nbytes"}],
-    "dropped", "retained_nbytes", "reclaimable_nbytes"}; with REV: [{"item", "tensors", "nbytes", "stored_nbytes",
-    "exclusive_nbytes"}], with --tensors one object a tensor.
+    "dropped", "retained_nbytes", "reclaimable_nbytes", "shared_nbytes", "other_nbytes"}; with REV: [{"item", "tensors", "nbytes",
+    "stored_nbytes", "exclusive_nbytes"}], with --tensors one object a tensor.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def command(invocation: Invocation, rev: str | None, tensors: bool) -> None:
         return
     usage = measure(repository)
     if invocation.as_json:
-        output.echo_json({**vars(usage), "commits": [_record(found) for found in usage.commits]})
+        output.echo_json({**vars(usage), "other_nbytes": usage.other_nbytes, "commits": [_record(found) for found in usage.commits]})
     else:
         output.echo(_lines(usage))
 
@@ -89,7 +89,9 @@ def _lines(usage: Usage) -> Iterator[str]:
         rows.append([*sizes, f"{shown.short_id(found.commit.id)}  step {found.commit.step}"])
     for row in output.aligned(rows, right=(0, 1, 2)):
         yield "  ".join(row).rstrip()
-    text = f"{output.nbytes(usage.total_nbytes)} in {output.count(usage.files, 'file')}"
+    alone = sum(found.exclusive_nbytes for found in usage.commits)
+    text = f"{output.nbytes(usage.total_nbytes)} in {output.count(usage.files, 'file')}: {output.nbytes(alone)} of one commit each,"
+    text += f" {output.nbytes(usage.shared_nbytes)} shared, {output.nbytes(usage.other_nbytes)} documents and the rest"
     if usage.dropped:
         text += f"; {output.nbytes(usage.retained_nbytes)} of {output.count(usage.dropped, 'dropped commit')} stay for others"
     yield f"{text}; `syckpt gc` would free {output.nbytes(usage.reclaimable_nbytes)}"

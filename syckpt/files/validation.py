@@ -77,6 +77,4 @@ def _named(root: Path, name: str) -> Iterator[str]:
 
 
 def _commit(repository: Repository, commit: str) -> Iterator[str]:
-    if repository.read_commit(commit).dropped:
-        raise NotFoundError(f"commit {commit} was dropped by retention")
     yield from verify(repository, commit).errors

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -170,7 +171,8 @@ class CheckpointWriter:
         if self._ended is None:
             self._ended = "aborted"
             os.close(self._fd)
-            os.unlink(self._part)
+            with suppress(FileNotFoundError):  # Somebody tidied up: the exception that led here is what counts.
+                os.unlink(self._part)
 
     def __del__(self) -> None:
         # Dropped without being closed: as an exception. A forked child has a copy only, and one that was refused has no file.

@@ -154,4 +154,6 @@ def _parents(survey: Survey, commit: str) -> tuple[str, ...]:
     try:
         return survey.commit(commit).parents
     except IntegrityError as exc:
-        raise IntegrityError(f"{exc}; what it leads to cannot be told from what nothing leads to, so nothing is removed") from exc
+        raise IntegrityError(
+            f"{exc}. What it leads to cannot be told, so nothing is removed: put that file back from a copy of the repository"
+        ) from exc

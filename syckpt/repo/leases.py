@@ -84,7 +84,7 @@ def await_holder(repository: Repository, branch: str, *, run: str, token: str) -
             return
     raise ConflictError(
         f"branch {branch!r} is being written by {'another manager of this process' if same_process else lease.trainer} (run {lease.run},"
-        f" generation {lease.generation}): stop it, or give this run its own branch=..."
+        f" generation {lease.generation}): stop it, or give this run a branch of its own: branch=..., or run_mode='new_branch'"
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from syckpt import codecs
 from syckpt.errors import IntegrityError, NotFoundError, StateError, StoreError
 from syckpt.objects import address as addresses
+from syckpt.objects import nodes
 from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
@@ -354,7 +355,7 @@ class Packer:
         except (IntegrityError, NotFoundError) as exc:
             if job.base is None:
                 raise
-            _log.error("%s; %s is stored without it", exc, job.entry.path)
+            _log.error("%s; %s is stored without it", exc, nodes.format_path(job.entry.path))
             alone = replace(job, base=None)
             return alone, [self._encode_block(alone, block, index) for index, block in enumerate(_blocks(job.raw, 0, len(job.raw)))]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from syckpt import codecs
 from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import address as addresses
+from syckpt.objects import nodes
 from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
@@ -143,7 +144,7 @@ class Reader:
         for _, entry, place in snapshot.stored():
             if entry.nbytes != place.row.nbytes or (place.row.coded and place.row.width != entry.kind.width):
                 raise IntegrityError(
-                    f"{where}: {entry.path} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says {entry.nbytes}"
+                    f"{where}: {nodes.format_path(entry.path)} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says {entry.nbytes}"
                 )
         return snapshot
 
@@ -315,6 +316,5 @@ def _chunks(work: Sequence[Callable[[], None]], count: int) -> Iterator[Sequence
 
 
 def _describe(entry: Entry, place: Place, index: int) -> str:
-    path = "/".join(str(key) for key in entry.path)
     base = f" (its base is in {place.base.blob.key})" if place.base else ""
-    return f"{place.blob.key}: tensor {path}, block {index}{base}"
+    return f"{place.blob.key}: tensor {nodes.format_path(entry.path)}, block {index}{base}"

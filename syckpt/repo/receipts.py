@@ -115,8 +115,8 @@ class Desk:
         key = self._key(rank)
         body, _ = documents.read(self._store, key, kind="receipt")
         fields = Fields(body, where=key)
-        if body.get("error") is not None:
-            failed[rank] = {str(name): str(text) for name, text in fields.mapping("error").items()}
+        if fields.raw("error") is not None:
+            failed[rank] = _error(fields)
         else:
             blobs = fields.mapping("blobs")
             if any(type(size) is not int for size in blobs.values()):
@@ -140,9 +140,12 @@ class Desk:
         if self._store.size(key) is None:
             return None
         try:
-            return documents.read(self._store, key, kind="verdict")[0]
+            body, _ = documents.read(self._store, key, kind="verdict")
         except NotFoundError:
             return None
+        fields = Fields(body, where=key)
+        error = None if fields.raw("error") is None else _error(fields)
+        return {"rank": fields.integer("rank"), "seal": fields.text_or_none("seal"), "error": error}
 
     def await_verdict(self, rank: int) -> str:
         """Wait for rank 0's verdict, remove this rank's receipt, and return the commit's seal.
@@ -227,6 +230,12 @@ class Desk:
             time.sleep(pause_s)
             pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
         return seen
+
+
+def _error(fields: Fields) -> dict[str, str]:
+    """Return the error that a document tells of, for `from_wire`. Raises: IntegrityError."""
+    told = Fields(fields.mapping("error"), where=f"{fields.where}: error")
+    return {"class": told.text("class"), "message": told.text("message")}
 
 
 def discard(repository: Repository, branch: str) -> None:

@@ -143,11 +143,10 @@ def plan_sweep(survey: Survey, commit: str, needed: Rows, *, dead_share: float =
     kept_nbytes = 0
     for rank, files in sorted(by_rank.items()):
         rows = needed.get((commit, rank), 0)
-        table = survey.table((commit, rank))
         if not rows:
             # Locations last: while they are there, it can be seen what else was.
             deletes += [key for key, _ in sorted(files, key=lambda pair: (pair[1]["revision"] is not None, pair[0]))]
-        elif table is None:
+        elif (table := survey.table((commit, rank))) is None:
             unknown += [key for key, _ in files]  # Damaged: what is needed of it nobody can tell.
         else:
             named = {blob.key for blob in table.blobs}

@@ -56,7 +56,7 @@ class Retention:
         match = _PERIOD.fullmatch(self.every.strip()) if isinstance(self.every, str) else None
         plain = isinstance(self.every, int | float) and not isinstance(self.every, bool)
         seconds = float(match[1]) * _UNITS[match[2]] if match else float(self.every) if plain else 0.0
-        if not 0 < seconds < float("inf"):
+        if not 1e-9 <= seconds < float("inf"):  # times are whole nanoseconds
             raise StateError(f"Retention(every={self.every!r}): expected seconds, or a text such as '90s', '30m', '1h', '1d'")
         return seconds
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blake3 import blake3
 
-from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StateError, StoreError
+from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StateError, StoreError
 from syckpt.objects import address, canonical
 from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
@@ -323,7 +323,7 @@ def findings(repository: Repository) -> list[str]:
         except NotFoundError:
             if repository.store.size(key) is not None:  # else a running writer gave the save up in between
                 found.append(f"{key}: belongs to no commit: objects/{match[1]}.json is missing")
-        except IntegrityError as exc:
+        except (IntegrityError, FormatError) as exc:
             if str(exc).startswith(key):  # else it is the commit that is damaged, and reported as such
                 found.append(str(exc))
     return found

@@ -134,7 +134,13 @@ class Survey:
                 raise IntegrityError(f"{refs.key(name, 1)}: missing, while later records of {name} exist: a record was lost")
             known = self._records[name]
             for number in present[len(known) :]:
-                known[number] = refs.read(name, number)
+                try:
+                    known[number] = refs.read(name, number)
+                except IntegrityError as exc:
+                    raise IntegrityError(
+                        f"{exc}. Which commits it protects cannot be told, so nothing is removed: put that file back from a copy of the"
+                        " repository"
+                    ) from exc
             records = [known[number] for number in present]
             since = max((index for index, record in enumerate(records) if record.deleted), default=-1) + 1
             if records[since:]:
@@ -210,10 +216,14 @@ class Survey:
             try:
                 for rank, _ in self.commit(commit).manifests:
                     _add_needs(self.repository.read_locations(commit, rank), rows, bases)
-            except IntegrityError:
+            except IntegrityError as exc:
                 if self.is_dropped(commit):
                     return None
-                raise
+                raise IntegrityError(
+                    f"{exc}. What commit {commit} needs of others cannot be told, so nothing is removed: put that file back from a copy of"
+                    " the repository, or let the commit go (`syckpt verify` marks it, and `syckpt retain` then drops it if nothing"
+                    " protects it)"
+                ) from exc
             self._needs[commit] = Needs(dict(rows), dict(bases))
         return self._needs[commit]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptError
+from syckpt.errors import ConflictError, IntegrityError, NotFoundError
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
@@ -148,8 +148,8 @@ class Transaction:
         )
         try:
             _finish(repository, sealed, record)
-        except SyckptError as exc:
-            # Visible already: what is left is copies and names, which the next opening of the branch completes.
+        except Exception as exc:  # noqa: BLE001 - visible already, so whatever it is must not be told as a save that failed
+            # What is left is copies and names, which the next opening of the branch completes.
             _log.warning("commit %s is saved; completing its names and copies failed: %s", commit.id, exc)
         return Hold(hold.branch, hold.run, hold.generation, record.number, commit.id), sealed
 

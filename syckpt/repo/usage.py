@@ -33,7 +33,10 @@ class CommitUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a repository costs. `commits` are those that are there, oldest first; `reclaimable_nbytes` is what `gc` would free."""
+    """What a repository costs. `commits` are those that are there, oldest first; `reclaimable_nbytes` is what `gc` would free.
+
+    `total_nbytes` is what tensors of single commits take (`CommitUsage.exclusive_nbytes`), `shared_nbytes`, and `other_nbytes`.
+    """
 
     total_nbytes: int
     files: int
@@ -43,6 +46,13 @@ class Usage:
     retained_nbytes: int
     """Bytes in files of dropped commits, for commits that are there."""
     reclaimable_nbytes: int
+    shared_nbytes: int
+    """Stored bytes of tensors that several commits need, each counted once."""
+
+    @property
+    def other_nbytes(self) -> int:
+        """What is no tensor that a commit needs: documents, records, headers, and bytes that nothing needs any more."""
+        return self.total_nbytes - self.shared_nbytes - sum(found.exclusive_nbytes for found in self.commits)
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def measure(repository: Repository) -> Usage:
     of_dropped = tuple(f"objects/{commit}/" for commit in dropped)
     retained = sum(size for key, size in sizes.items() if key.startswith(of_dropped)) if of_dropped else 0
     could_go: Collection = collect(repository, dry_run=True)
-    return Usage(sum(sizes.values()), len(sizes), tuple(commits), len(dropped), retained, could_go.freed_nbytes)
+    return Usage(sum(sizes.values()), len(sizes), tuple(commits), len(dropped), retained, could_go.freed_nbytes, books.shared())
 
 
 def measure_tensors(repository: Repository, commit: Commit) -> list[TensorUsage]:
@@ -128,6 +138,11 @@ class _Books:
                 else:
                     exclusive += length
         return exclusive, shared
+
+    def shared(self) -> int:
+        """Return the stored bytes that several commits need, each counted once."""
+        rows = ((source, number) for source, users in self._users.items() for number, count in users.items() if count > 1)
+        return sum(self._length(*row) for row in rows)
 
     def _closure(self, commit: str) -> Rows:
         needs = self._survey.needs(commit)

@@ -159,8 +159,8 @@ class _Run:
         self._seen: dict[Source, bytearray] = {}
         """For each row that was queued the first half of the address that it was checked against: 16 bytes a row."""
         self._bad: dict[_Key, list[str]] = {}
-        self._confirmed: dict[_Key, tuple[Place, list[str]]] = {}
-        """What a second look found of bad rows, and where they were then: once a row, however many commits lead to it."""
+        self._confirmed: dict[tuple[_Key, bytes], tuple[Place, list[str]]] = {}
+        """What a second look found of bad rows that are to have an address, and where they were then: once, however many commits say so."""
         self._queue: list[Callable[[], None]] = []
         self._queued_nbytes = 0
         self._unsettled_nbytes = 0
@@ -361,9 +361,11 @@ class _Run:
                 key = (place.owner, place.number)
                 if key not in suspects:
                     continue
-                if key not in self._confirmed or self._confirmed[key][0] != place:
-                    self._confirmed[key] = place, list(islice(_check_tensor(reader, entry, place), _MAX_BLOCKS_NAMED))
-                found += self._confirmed[key][1]
+                # One row may be right for one commit, and not what another one's manifest says.
+                asked = key, entry.address
+                if asked not in self._confirmed or self._confirmed[asked][0] != place:
+                    self._confirmed[asked] = place, list(islice(_check_tensor(reader, entry, place), _MAX_BLOCKS_NAMED))
+                found += self._confirmed[asked][1]
         return list(dict.fromkeys(found))
 
     def _tell(self) -> None:
@@ -504,8 +506,12 @@ class _Log:
                 os.unlink(new)
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
+        try:
             os.unlink(self._path)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            _log.warning("%s cannot be removed, so the next verification would go on from it: %s", self._path, exc)
 
 
 # -- refs ------------------------------------------------------------------------------------------------------------------
@@ -641,7 +647,7 @@ def _verify_leftovers(repository: Repository, report: VerifyReport, records: _Re
     # In this order: what a running writer publishes or gives up in between is found in one of the later places.
     found = {key.removeprefix("objects/")[:25]: key for key in repository.store.list("objects/")}
     known = records.commits.keys() | {key.removeprefix("intents/")[:25] for key in repository.store.list("intents/")}
-    unknown = {commit: key for commit, key in found.items() if commit not in known}
+    unknown = {commit: key for commit, key in found.items() if commit not in known and ids.is_commit_id(commit)}
     if not unknown:
         return
     published = _Records(repository, VerifyReport()).commits.keys()

@@ -355,6 +355,8 @@ class _Flattener:
             return self.leaf(value, path)
         except StateError:
             del self.leaves[count:]
+            # What is known may not point to them: their numbers are given anew.
+            self._seen = {key: known for key, known in self._seen.items() if known[0] < count}
             return self._pickle(value, path)
 
     def _pickle(self, value: Any, path: KeyPath) -> Node:

@@ -50,6 +50,7 @@ _COPY_NBYTES = 4096  # smaller buffers are copied: cheaper than a place in the v
 _VECTOR_COUNT = 1024  # IOV_MAX
 _READER_COUNT = 64  # open descriptors kept for `readinto`
 _FOREIGN_AGE_S = 24 * 3600
+_SUFFIX = ".part"  # of files in staging; whatever else lies there is somebody else's
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -139,7 +140,8 @@ class LocalStore:
         with _translating("list", self.path(STAGING)), suppress(FileNotFoundError), self._directory([STAGING]) as at:
             for name in os.listdir(at):
                 with suppress(FileNotFoundError):  # its owner or another collector removed it first
-                    if _is_abandoned(name, os.lstat(name, dir_fd=at).st_mtime):
+                    found = os.lstat(name, dir_fd=at)
+                    if name.endswith(_SUFFIX) and not stat.S_ISDIR(found.st_mode) and _is_abandoned(name, found.st_mtime):
                         self._unlink(name, f"{STAGING}/{name}", at=at)
                         removed += 1
         return removed
@@ -572,7 +574,7 @@ _counter = itertools.count()
 
 def _new_name() -> str:
     pid = os.getpid()
-    return f"{_host()}-{pid}-{_start_time(pid) or 0}-{next(_counter)}.part"
+    return f"{_host()}-{pid}-{_start_time(pid) or 0}-{next(_counter)}{_SUFFIX}"
 
 
 @functools.cache

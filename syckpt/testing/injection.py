@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ CHANGES = "pwritev,pwritev2,write,pwrite64,writev,fsync,fdatasync,link,linkat,re
 _CALL = re.compile(r"(\d+)\s+(?:(\w+)\(|<\.\.\. (\w+) resumed>).*?(?:=\s+(-?\d+)|<unfinished \.\.\.>|\?)")
 
 
+@cache
 def no_strace() -> str | None:
     """Return why system calls cannot be injected here, or None."""
     if shutil.which("strace") is None:

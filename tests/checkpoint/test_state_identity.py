@@ -13,6 +13,8 @@ from syckpt.repo.repository import Repository
 from syckpt.repo.verify import verify
 from syckpt.stores.base import parse_root
 
+pytestmark = pytest.mark.xdist_group("state_identity")
+
 SAVES = 20
 
 

@@ -136,3 +136,73 @@ def test_the_scene_is_older_than_any_window_and_nothing_of_it_goes(root: Path) -
     for path in root.rglob("*"):
         os.utime(path, (0, 0))
     assert document(root, "gc")["freed_nbytes"] == 0
+
+
+def test_what_syckpt_did_not_make_stays_inside_and_beside_and_no_link_is_followed(root: Path) -> None:
+    inner = root / ".syckpt"
+    (root / "outside").mkdir()
+    (inner / "staging").mkdir(exist_ok=True)
+    for place in ("notes.txt", ".syckpt/notes.txt", ".syckpt/objects/notes.txt", f".syckpt/objects/{commit_id(2)}/notes.txt"):
+        (root / place).write_text("mine")
+    for place in (".syckpt/staging/notes.txt", ".syckpt/intents.txt", ".syckpt/logs/notes.txt", "outside/precious"):
+        (root / place).write_text("mine")
+    (inner / "staging/folder").mkdir()
+    for _ in range(2):
+        for path in root.rglob("*"):
+            os.utime(path, (0, 0))
+        for command in (["retain", "--last", "1"], ["gc"], ["repack", "--all"]):
+            assert run(root, *command).exit_code == 0
+    mine = {name for name, content in files(root).items() if content == b"mine"}
+    assert len(mine) == 8
+    assert (inner / "staging/folder").is_dir()
+    assert verify(Repository.open(parse_root(root))).errors == []
+    (inner / "objects" / commit_id(77)).symlink_to(root / "outside")
+    result = run(root, "gc")
+    assert (result.exit_code, "is a symbolic link" in result.stderr) == (5, True)
+    assert (root / "outside/precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "way_on"),
+    [
+        ("logs/refs/heads/main/000000000003.json", "put that file back from a copy"),
+        (f"objects/{commit_id(2)}.json", "put that file back from a copy"),
+        (f"objects/{commit_id(2)}/r00000.locations.0001", "`syckpt retain` then drops it"),
+        (f"intents/{commit_id(77)}.json", "delete intents/00000000-0000004d00000000.json when no save is running"),
+    ],
+)
+def test_what_cannot_be_read_stops_gc_which_says_what_to_do(root: Path, place: str, way_on: str) -> None:
+    path = root / ".syckpt" / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"torn")
+    before = files(root)
+    for command in (["gc"], ["gc", "--dry-run"], ["repack"], ["du"]):
+        result = run(root, *command)
+        assert (result.exit_code, result.stdout) == (5, "")
+        assert place in result.stderr
+        if place.startswith("objects/") and command[0] != "gc":
+            continue
+        assert way_on in result.stderr
+    assert files(root) == before
+
+
+def test_a_commit_whose_locations_are_damaged_can_be_let_go(root: Path) -> None:
+    (root / ".syckpt/objects" / commit_id(4) / "r00000.locations.0001").write_bytes(b"torn")
+    assert run(root, "gc").exit_code == 5
+    assert run(root, "verify").exit_code == 5
+    dropped = document(root, "retain", "--last", "1")["dropped"]
+    assert commit_id(4) in [commit["id"] for commit in dropped]
+    assert not list((root / ".syckpt/objects").glob(f"{commit_id(4)}/*"))
+    assert run(root, "gc").exit_code == 0
+    assert verify(Repository.open(parse_root(root))).errors == []
+
+
+def test_a_dropped_commit_is_not_found_by_what_reads_it(root: Path) -> None:
+    run(root, "retain", "--last", "1")
+    for command in (["verify"], ["ls"], ["export"], ["checkout"], ["diff"], ["tag", "x"], ["du"]):
+        more = {"export": [str(root / "x"), "--to", "torch"], "checkout": ["--to", str(root / "x")], "diff": ["HEAD"]}.get(command[0], [])
+        result = run(root, *command, commit_id(4), *more)
+        assert (command, result.exit_code) == (command, 3)
+        assert commit_id(4) in result.stderr
+    assert not (root / "x").exists()
+    assert "dropped" in run(root, "show", commit_id(4)).stdout

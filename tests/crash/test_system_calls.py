@@ -142,6 +142,64 @@ def test_retention_gc_and_repack_killed_before_any_system_call_leave_the_kept_co
     assert wrong == []
 
 
+def what_cleaning_left_wrong(victims: Victims, root: Path, *, steps: set[int]) -> list[str]:
+    """Return what a look at the newest commit, a cleaning two days later and a next run find, of what should hold after any fault."""
+    tip = victims.run("syckpt", "load", root)
+    again = victims.run("syckpt", "clean", root, later_s=2 * 86400)
+    found = victims.run("syckpt", "after", root, step=NEXT)
+    if not (isinstance(tip, dict) and tip["exact"] and tip["step"] in steps) or again != [] or not isinstance(found, dict):
+        return [f"{tip}, {again}, {found}"]
+    saved = found.pop("saved")
+    expected = {"commits": [tip], "before": [], "tip": {"step": NEXT, "exact": True}, "errors": [], "leftovers": []}
+    return [] if is_id(saved) and found == expected else [f"{tip}, {saved}, {found}"]
+
+
+def test_a_writer_killed_at_any_change_of_its_retention_leaves_a_whole_commit_and_the_next_run_goes_on(
+    victims: Victims, grown: Path, tmp_path: Path
+) -> None:
+    for name in ("plain", "keeping"):
+        (tmp_path / name).mkdir()
+    plain = trace(victims, grown, tmp_path / "plain", action="save once")
+    keeping = trace(victims, grown, tmp_path / "keeping", action="save and keep one")
+    numbers = {(call.name, call.number) for call in plain}
+    calls = [call for call in keeping if (call.name, call.number) not in numbers]
+    assert {"unlink", "unlinkat"} & {call.name for call in calls}
+    wrong = []
+    for call in calls:
+        root = copy(grown, tmp_path / f"{call.name}-{call.number}")
+        pid = victims.start("syckpt", "save and keep one", root, step=5)
+        with strace(f"inject={call.name}:signal=SIGKILL:when={call.number}", pid=pid):
+            victims.go()
+        wrong += [f"{call}: {text}" for text in what_cleaning_left_wrong(victims, root, steps={4, 5})]
+        shutil.rmtree(root)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
+def test_a_call_that_fails_in_a_cleaning_is_told_and_the_next_one_completes_it(
+    victims: Victims, grown: Path, tmp_path: Path, error: str
+) -> None:
+    root = copy(grown, tmp_path / "traced")
+    pid = victims.start("syckpt", "clean", root)
+    with strace(f"trace={CHANGES}", pid=pid, log=str(tmp_path / "log")):
+        victims.go()
+    wrong, told = [], 0
+    for call in calls_of(str(tmp_path / "log")):
+        if call.name not in (*WRITES, "fsync", "linkat", "unlink", "unlinkat"):
+            continue
+        root = copy(grown, tmp_path / f"{call.name}-{call.number}")
+        pid = victims.start("syckpt", "clean", root)
+        with strace(f"inject={call.name}:error={error}:when={call.number}", pid=pid):
+            outcome = victims.go() or {}
+        told += "StoreError" in outcome.get("error", "")
+        if outcome.get("value") != [] and "StoreError" not in outcome.get("error", ""):
+            wrong.append(f"{call}: {outcome}")
+        wrong += [f"{call}: {text}" for text in what_cleaning_left_wrong(victims, root, steps={4})]
+        shutil.rmtree(root)
+    assert wrong == []
+    assert told > 0
+
+
 # -- calls that fail -----------------------------------------------------------------------------------------------------------
 
 

@@ -59,8 +59,8 @@ def which(found: Any) -> dict[str, Any]:
 # -- syckpt ----------------------------------------------------------------------------------------------------------------
 
 
-def _manager(directory: str, *, big: bool = False) -> CheckpointManager:
-    ckpt = CheckpointManager(directory, rng=False, save_on_exit=False)
+def _manager(directory: str, *, big: bool = False, max_to_keep: int | None = None) -> CheckpointManager:
+    ckpt = CheckpointManager(directory, rng=False, save_on_exit=False, max_to_keep=max_to_keep)
     values = stranger()
     register(ckpt, {"net": {**values["net"], "noise": torch.zeros(BIG if big else 60_000)}, "count": -1})
     return ckpt
@@ -140,6 +140,12 @@ def syckpt_grow(directory: str, steps: int) -> Any:
         return [_save(ckpt, step) for step in range(1, steps + 1)]
 
 
+def syckpt_save_and_keep_one(directory: str, step: int) -> Any:
+    """Save once, with retention behind it in the writer."""
+    with _manager(directory, max_to_keep=1) as ckpt:
+        return _save(ckpt, step)
+
+
 def syckpt_clean(directory: str, *, later_s: float = 0.0) -> Any:
     """Keep only the newest commit, and give back all other bytes."""
     repository = Repository.open(parse_root(directory))
@@ -188,6 +194,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "syckpt after": syckpt_after,
     "syckpt grow": syckpt_grow,
     "syckpt clean": syckpt_clean,
+    "syckpt save and keep one": syckpt_save_and_keep_one,
     "syckpt verify": syckpt_verify,
     "torch.save save once": torch_save,
     "torch.save load": torch_load,

@@ -83,6 +83,7 @@ def other_arguments(rank: int, ckpt: CheckpointManager, root: str) -> dict[str, 
     return {
         "goto": outcome(lambda: ckpt.goto(mine(rank, "a", "b"))),
         "load": outcome(lambda: ckpt.load(mine(rank, "a", "b"))),
+        "load into": outcome(lambda: ckpt.load("a", into=mine(rank, None, {}))),
         "create_branch": outcome(lambda: ckpt.create_branch(mine(rank, "x", "y"))),
         "create_branch at": outcome(lambda: ckpt.create_branch("x", at=mine(rank, "a", "b"))),
         "checkout_branch": outcome(lambda: ckpt.checkout_branch(mine(rank, "exp", "main"))),
@@ -169,6 +170,7 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     ckpt.print_tree()
     found["swept"] = [ckpt.gc() is not None, outcome(ckpt.retain)]
     ckpt.close()
+    found["made"] = outcome(lambda: manager(root, CheckpointManager.Config(read=mine(rank, "ranged", "broadcast"))))
     return found | {"forked": forked(rank, root), "paths": paths(rank, folder)}
 
 

@@ -16,6 +16,8 @@ from syckpt.repo.verify import verify
 from syckpt.stores.base import parse_root
 from syckpt.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("layouts_change")
+
 RANKS = Path(__file__).parent / "layouts_ranks.py"
 
 

@@ -11,6 +11,8 @@ import torch
 import syckpt
 from syckpt.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("moves")
+
 RANKS = Path(__file__).parent / "moves_ranks.py"
 
 
@@ -40,6 +42,7 @@ def test_ranks_that_ask_for_different_things_are_told_of_both_and_nothing_moves(
     asked = {
         "goto": ("a", "b"),
         "load": ("a", "b"),
+        "load into": ("a", "a into targets"),
         "create_branch": ("x at HEAD", "y at HEAD"),
         "create_branch at": ("x at a", "x at b"),
         "checkout_branch": ("exp", "main"),
@@ -53,6 +56,8 @@ def test_ranks_that_ask_for_different_things_are_told_of_both_and_nothing_moves(
             kind, text = each["arguments"][name]
             assert kind == "CoordinationError", name
             assert f"(rank 0: {first!r}, rank 1: {second!r})" in text
+        assert each["made"][0] == "CoordinationError"
+        assert "read='broadcast'" in each["made"][1]
         kind, text = each["arguments"]["save"]
         assert kind == "CoordinationError"
         assert "rank 0: ['p'], rank 1: ['q']" in text

@@ -22,6 +22,8 @@ from syckpt.repo.repository import Repository
 from syckpt.stores.base import parse_root
 from syckpt.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("seed_samples")
+
 RANKS = Path(__file__).parent / "seed_ranks.py"
 
 

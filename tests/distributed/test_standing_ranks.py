@@ -10,6 +10,8 @@ import pytest
 from syckpt import CheckpointManager
 from syckpt.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("standing")
+
 RANKS = Path(__file__).parent / "standing_ranks.py"
 
 

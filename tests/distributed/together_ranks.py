@@ -211,7 +211,7 @@ def copies(root: str, rank: int) -> dict[str, Any]:
 
 def restored(root: str, rank: int, read: str) -> dict[str, Any]:
     """Go to commits, and fall back over two damaged ones, with values that all have and some of a rank's own."""
-    config = Config(read=read, compression="none")
+    config = Config(items={"extra": ItemSpec(required=False)}, read=read, compression="none")
 
     def run() -> tuple[CheckpointManager, nn.Linear, nn.Linear]:
         ckpt = manager(root, config)
@@ -227,6 +227,7 @@ def restored(root: str, rank: int, read: str) -> dict[str, Any]:
         return [*model.weight.unique().tolist(), *(value - 100 * rank for value in own.weight.unique().tolist())]
 
     ckpt, model, own = run()
+    ckpt.extra = nn.Linear(3, 2, bias=False)
     ids = []
     for value in (1, 2, 3):
         with torch.no_grad():
@@ -247,6 +248,11 @@ def restored(root: str, rank: int, read: str) -> dict[str, Any]:
     ckpt.own = own
     ckpt.goto("c2")
     found["again"] = values()
+    # One rank leaves an item as it is, and the ranks stay in step.
+    if rank == 1:
+        ckpt.extra = nn.Linear(4, 2, bias=False)
+    ckpt.goto("c1")
+    found["left"] = [values(), [note for note in ckpt.last_report.notes if note.startswith("extra")]]
     ckpt.close()
     if rank == 0:
         for commit, owner in ((ids[1], 0), (ids[1], 1), (ids[2], 1)):
@@ -353,13 +359,12 @@ def tables_on_two(root: str, rank: int) -> dict[str, Any]:
         target = {"rows": torch.full((6, 3), -1.0), "mine": -1}
         with manager(root, with_table(how, rank * 6, 6), auto_resume=False, branch="reader") as ckpt:
             loaded: dict[str, Any] = {}
-            told = outcome(lambda: loaded.update(ckpt.load("four", into={"table": target})))
+            told = outcome(lambda ckpt=ckpt, loaded=loaded, target=target: loaded.update(ckpt.load("four", into={"table": target})))
             kept = target["rows"].flatten().tolist()
             found[how] = [*told, kept, loaded.get("table", target)["mine"], ckpt.load("four", partial=["plain.same"])["plain"]["same"]]
     with manager(root, auto_resume=False, branch="plain") as ckpt:
         found["plain"] = ckpt.load("four")["plain"]
         found["per rank"] = [path for path in ckpt.last_report.per_rank if path.startswith("plain")]
-        ckpt.save("two", {"plain": found["plain"]}, wait=True)
     return found
 
 
@@ -416,8 +421,3 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
         "misfit": {read: misfit_behind_damage(f"{folder}/misfit-{read}", rank, read) for read in ("ranged", "broadcast")},
         "strictness": {read: strictness(f"{folder}/strict-{read}", rank, read) for read in ("ranged", "broadcast")},
     }
-
-
-def on_three(rank: int, folder: str) -> Any:
-    with manager(f"{folder}/tables", auto_resume=False, branch="three") as ckpt:
-        return ckpt.load("two")["plain"]

@@ -60,3 +60,24 @@ def test_bytes_of_dropped_commits_that_stay_are_shown(make_desk) -> None:
     assert usage.dropped == 2
     assert 8000 < usage.retained_nbytes < 13_000
     assert usage.reclaimable_nbytes == 0
+
+
+def test_the_figures_add_up_to_what_is_on_the_disk(make_desk) -> None:
+    desk = make_desk(cycle=3)
+    desk.open()
+    base = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    for n in range(7):
+        desk.save({"frozen": base, "w": (base + np.float32(n * 1e-6)).astype(np.float32), "x": state(n // 2)["x"]})
+    usage = measure(desk.repository)
+    tables = [desk.repository.read_locations(found.commit.id, 0) for found in usage.commits]
+    rows = sum(row.length for table in tables for row in table.rows)
+    # Nothing is dropped: each row is needed by one commit, or by several.
+    assert sum(found.exclusive_nbytes for found in usage.commits) + usage.shared_nbytes == rows
+    headers = sum(blob.header_nbytes for table in tables for blob in table.blobs)
+    documents = sum(len(value) for key, value in desk.store._values.items() if not key.endswith(".safetensors"))
+    assert usage.other_nbytes == headers + documents
+    assert usage.total_nbytes == sum(map(len, desk.store._values.values()))
+    retain(desk.repository, "main", Retention(last=2))
+    after = measure(desk.repository)
+    alone = sum(found.exclusive_nbytes for found in after.commits)
+    assert alone + after.shared_nbytes + after.other_nbytes == sum(map(len, desk.store._values.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from syckpt.objects.refs import Intent, Lease, Owner
 from syckpt.repo import documents
 from syckpt.repo.packing import Staged
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository
+from syckpt.repo.repository import Repository, locations_key
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.stores.base import parse_root
 from syckpt.stores.memory import MemoryStore
@@ -115,6 +116,18 @@ def test_a_damaged_shared_row_is_read_twice_however_many_commits_lead_to_it(make
     Reads.nbytes = 0
     assert len(verify(desk.repository).damaged) == 10
     assert Reads.nbytes < 2.1 * FROZEN.nbytes
+
+
+def test_a_row_that_is_right_for_one_commit_is_found_wrong_for_another(make_desk: Callable[..., Any]) -> None:
+    desk = make_desk(compression="none")
+    desk.open()
+    right, wrong = (desk.save({"x": np.arange(n, n + 50, dtype=np.float64)}) for n in (0, 100))
+    table = desk.repository.read_locations(wrong.id, 0)
+    astray = replace(table, sources=((right.id, 0),), at=((1, 0),), bases=())
+    documents.write(desk.store, locations_key(wrong.id, 0, 1), astray.to_body(), replace=True)
+    report = verify(desk.repository)
+    assert report.damaged == [wrong.id]
+    assert [commits for text, commits in report.findings.items() if "model/x" in text] == [[wrong.id]]
 
 
 def swap(root: Path, one: str, other: str) -> None:

@@ -13,6 +13,8 @@ from syckpt.objects.box import Box
 from syckpt.reshard.tensors import is_dtensor, layout_of, local_boxes
 from syckpt.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("tensors")
+
 SCRIPT = Path(__file__).parent / "tensors_ranks.py"
 
 Results = list[dict[str, str]]

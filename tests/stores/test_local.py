@@ -417,6 +417,20 @@ def test_collect_staging_removes_files_of_other_hosts_after_a_day(store: LocalSt
     assert store.collect_staging() == 1
 
 
+def test_collect_staging_leaves_what_syckpt_did_not_make(store: LocalStore, tmp_path: Path) -> None:
+    store.create("warm", b"")
+    staging = tmp_path / ".syckpt/staging"
+    (staging / "notes.txt").write_bytes(b"mine")
+    (staging / "folder.part").mkdir()
+    (tmp_path / "outside").write_bytes(b"mine")
+    (staging / "elsewhere-1-1-1.part").symlink_to(tmp_path / "outside")
+    for path in [*staging.iterdir(), tmp_path / "outside"]:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    assert store.collect_staging() == 1
+    assert sorted(os.listdir(staging)) == ["folder.part", "notes.txt"]
+    assert (tmp_path / "outside").read_bytes() == b"mine"
+
+
 def test_a_staged_name_left_from_before_a_restart_is_passed_over(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
