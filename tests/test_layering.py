@@ -307,3 +307,11 @@ def test_the_command_line_leaves_torch_out(arguments: list[str], tmp_path: Path)
 @pytest.mark.parametrize("name", command_names())
 def test_a_command_without_a_repository_leaves_torch_out(name: str, tmp_path: Path) -> None:
     run_python(RUN_COMMAND, name, cwd=tmp_path)
+
+
+def test_a_stranger_finds_every_module_in_the_table_of_rooms() -> None:
+    text = (PACKAGE / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = {room: set(re.findall(r"`([a-z_]+)`", row)) for room, row in re.findall(r"^\| `([a-z]+)/` \|(.*)$", text, re.MULTILINE)}
+    there = {room: {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"} for room in named if room != "cli"}
+    assert {room: sorted(found ^ named[room]) for room, found in there.items() if found != named[room]} == {}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(named)

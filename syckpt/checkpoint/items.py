@@ -307,7 +307,8 @@ class Items:
     def templates(self, source: Source, into: Mapping[str, Any], *, partial: Sequence[str] | None = None) -> dict[str, Any]:
         """Return what a commit is read into in place of the caller's targets: with optimizer state that is still to be made."""
         found = {name: self.template(name, live) for name, live in into.items()}
-        elsewhere = of_targets(into)
+        modules = {name: dict(module.named_parameters()) for name, module in self._modules().items() if name not in into}
+        elsewhere = of_targets({**modules, **into})
         for name in [name for name in found if name in source.names and not self.has_resharder(name)]:
             item = self._items.get(name)
             known = self._parameters(source, name, item) if isinstance(item, torch.optim.Optimizer) else elsewhere

@@ -13,6 +13,7 @@ from syckpt.objects.box import Box
 from syckpt.objects.checks import Fields
 from syckpt.objects.dtypes import DTYPES, Dtype, dtype
 from syckpt.objects.ids import is_file_path
+from syckpt.objects.nodes import PER_RANK
 
 __all__ = ["Entry", "Manifest", "read_path", "read_shape"]
 
@@ -163,6 +164,8 @@ def _check_nodes(fields: Fields, roots: Iterable[Any], entries: int) -> None:
             if depth > _MAX_DEPTH:
                 fields.fail(f"nodes nested deeper than {_MAX_DEPTH}")
             for kind, payload in node.items():
+                if kind == PER_RANK:
+                    fields.fail("a node has values of several ranks, and a manifest is of one")
                 if kind in _ENTRY_AT:
                     at = _ENTRY_AT[kind]
                     index = payload if at is None else payload[at] if isinstance(payload, list) and len(payload) > at else None

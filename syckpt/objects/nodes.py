@@ -547,6 +547,12 @@ class _Decoder:
     def decode_slice(self, payload: Any) -> slice:
         return slice(*self.items(_list_of(payload, "slice", 3), "slice"))
 
+    def decode_per_rank(self, payload: Any) -> PerRank:
+        found = self.pairs(payload, PER_RANK)
+        if not all(map(_is_index, found)):
+            raise _malformed(PER_RANK, payload)
+        return PerRank(found)
+
     def decode_path(self, payload: Any, kind: type[PurePath]) -> PurePath:
         text = self.value(payload)
         if type(text) is not str:
@@ -556,7 +562,7 @@ class _Decoder:
 
 # Partial functions rather than lambdas: a frame less a level leaves more of the stack to the caller.
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    PER_RANK: lambda decoder, payload: PerRank({rank: decoder.value(node) for rank, node in payload}),
+    PER_RANK: _Decoder.decode_per_rank,
     "str": _Decoder.decode_text,
     "int": _Decoder.decode_integer,
     "float": _Decoder.decode_float,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from syckpt.errors import IntegrityError
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent
 from syckpt.repo.owner import is_dead
@@ -146,14 +145,5 @@ def _reached(survey: Survey, sight: Sight, *, now_s: float) -> set[str]:
         commit = todo.pop()
         if commit is not None and commit not in reached:
             reached.add(commit)
-            todo += _parents(survey, commit)
+            todo += survey.commit(commit).parents
     return reached
-
-
-def _parents(survey: Survey, commit: str) -> tuple[str, ...]:
-    try:
-        return survey.commit(commit).parents
-    except IntegrityError as exc:
-        raise IntegrityError(
-            f"{exc}. What it leads to cannot be told, so nothing is removed: put that file back from a copy of the repository"
-        ) from exc

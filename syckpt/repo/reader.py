@@ -144,7 +144,8 @@ class Reader:
         for _, entry, place in snapshot.stored():
             if entry.nbytes != place.row.nbytes or (place.row.coded and place.row.width != entry.kind.width):
                 raise IntegrityError(
-                    f"{where}: {nodes.format_path(entry.path)} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says {entry.nbytes}"
+                    f"{where}: {nodes.format_path(entry.path)} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says"
+                    f" {entry.nbytes}"
                 )
         return snapshot
 

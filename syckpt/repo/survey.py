@@ -155,8 +155,11 @@ class Survey:
         if commit not in self._commits:
             try:
                 self._commits[commit] = self.repository.read_commit(commit)
-            except NotFoundError:
-                raise IntegrityError(f"objects/{commit}.json: missing, though a record names it; run `syckpt verify`") from None
+            except (IntegrityError, NotFoundError) as exc:
+                what = str(exc) if isinstance(exc, IntegrityError) else f"objects/{commit}.json: missing, though a record names it"
+                raise IntegrityError(
+                    f"{what}. What it leads to cannot be told, so nothing is removed: put that file back from a copy of the repository"
+                ) from exc
         # A verification marks commits, and takes marks away, while a writer runs for weeks.
         return self._commits[commit].marked({"dropped"} if commit in self._settled else self.repository.marks(commit))
 

@@ -171,6 +171,8 @@ def templates(root: str) -> dict[str, Any]:
         into = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         found["unregistered"] = laid_out(ckpt.load("numbered", into=into)["optimizer"])
         found["by name"] = laid_out(ckpt.load("named", into=into)["optimizer"])
+        ckpt.model = model
+        found["model only"] = laid_out(ckpt.load("named", into={"optimizer": into["optimizer"]})["optimizer"])
         found["without a manager"] = laid_out(syckpt.load(root, "numbered", into=into)["optimizer"])
         plain = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
         into = {"model": plain.state_dict(), "optimizer": torch.optim.AdamW(plain.parameters()).state_dict()}

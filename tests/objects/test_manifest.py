@@ -225,6 +225,11 @@ def test_nodes_name_entries_of_their_manifest(node):
         Manifest.from_body(Manifest(0, 1, (entry,), {"m": node}, None).to_body(), where="m")
 
 
+def test_a_manifest_has_no_values_of_several_ranks():
+    with pytest.raises(IntegrityError, match="a node has values of several ranks"):
+        Manifest.from_body(Manifest(0, 2, (), {"m": {"list": [{"perrank": [[0, 1], [1, 2]]}]}}, None).to_body(), where="m")
+
+
 def test_nodes_nested_too_deep_are_refused_before_anything_recurses_into_them():
     node = None
     for _ in range(202):

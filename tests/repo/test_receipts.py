@@ -97,6 +97,16 @@ def test_a_save_whose_intent_is_gone_is_not_waited_for(begun: Any) -> None:
     assert heard.is_settled
 
 
+@pytest.mark.parametrize("told", [{}, {"rank": 0, "seal": None, "error": {"class": "StoreError"}}, {"rank": 0, "seal": 3, "error": None}])
+def test_a_malformed_verdict_is_an_integrity_error(begun: Any, told: dict[str, Any]) -> None:
+    desk, commit, _ = begun
+    heard = receipts(desk, commit)
+    key = f"receipts/main/{commit}/verdict.json"
+    documents.write(desk.store, key, {"kind": "verdict", "version": 1, "commit": commit, **told})
+    with pytest.raises(IntegrityError, match=key):
+        heard.await_verdict(1)
+
+
 def test_a_receipt_with_odd_sizes_is_refused(begun: Any) -> None:
     desk, commit, _ = begun
     body = {"kind": "receipt", "version": 1, "commit": commit, "rank": 1, "manifest": SEAL, "stats": {}, "blobs": {"a": "1"}, "error": None}

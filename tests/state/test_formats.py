@@ -563,3 +563,19 @@ def test_integers_that_torch_cannot_unpickle_are_texts_in_its_files() -> None:
     torch.save(found, file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == found
+
+
+_SHARED = np.arange(5.0)
+
+
+class _Odd(np.random.RandomState):
+    """A generator whose state holds an array of the script's own, and what no node carries."""
+
+    def get_state(self, legacy: bool = True) -> dict[str, Any]:
+        return {"shared": _SHARED, "bad": object()}
+
+
+def test_a_value_that_is_pickled_after_all_leaves_nothing_behind_that_others_are_tied_to() -> None:
+    flat = flatten({"x": {"odd": _Odd(0), "mine": _SHARED}}, formats={"x": TorchSerialization(weights_only=False)})
+    assert flat.nodes["x"] == {"dict": [["odd", {"encoded": ["pickle", 0]}], ["mine", {"ndarray": [1, "<f8", "C"]}]]}
+    assert [leaf.dtype for leaf in flat.leaves] == ["uint8", "float64"]
