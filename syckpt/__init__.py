@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from syckpt.files.writer import CheckpointWriter
     from syckpt.hyperparams.config import HyperConfig
     from syckpt.objects.commit import Commit
+    from syckpt.objects.nodes import PerRank
     from syckpt.repo.difference import Diff
     from syckpt.repo.retention import Retention
     from syckpt.repo.similarity import Similar
@@ -81,6 +82,7 @@ __all__ = [
     "LoadReport",
     "NestedPath",
     "NotFoundError",
+    "PerRank",
     "PendingCommit",
     "RankFailure",
     "RankTimeout",
@@ -127,6 +129,7 @@ _LAZY = {
     "LoadReport": "syckpt.checkpoint.loader",
     "NestedPath": "syckpt.reshard.resharder",
     "PendingCommit": "syckpt.checkpoint.saver",
+    "PerRank": "syckpt.objects.nodes",
     "RawSerialization": "syckpt.state.formats",
     "Resharder": "syckpt.reshard.resharder",
     "ReshardingInfo": "syckpt.reshard.resharder",

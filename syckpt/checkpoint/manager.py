@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -34,7 +35,7 @@ from syckpt.checkpoint.standing import Standing, text_of
 from syckpt.checkpoint.start import Arguments, Seat, agree_on_start
 from syckpt.dataloader import StatefulSampler
 from syckpt.dist.coordinator import Coordinator, connect
-from syckpt.errors import StateError, SyckptError
+from syckpt.errors import IntegrityError, StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects.commit import Commit
 from syckpt.repo import branches, graph, history
@@ -42,7 +43,7 @@ from syckpt.repo.collection import Collection, collect
 from syckpt.repo.difference import Diff, diff
 from syckpt.repo.reader import Reader
 from syckpt.repo.retention import Retained, Retention, retain
-from syckpt.repo.signing import KeyFile
+from syckpt.repo.signing import KeyFile, require_signed
 from syckpt.repo.similarity import Similar, similar
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.stores.base import StoreSpec, parse_root
@@ -619,7 +620,7 @@ class CheckpointManager:
 
     def diff(self, a: str, b: str = "HEAD") -> Diff:
         """Return in what two commits differ: configuration, counters, tensors. Tensors are read only where their boxes differ."""
-        return diff(self._repository, self._commit(a), self._commit(b))
+        return diff(self._repository, self._commit(a), self._commit(b), reader=Reader(self._repository, trusted=self._keys.trusted))
 
     def similar(self, config: Mapping[str, Any] | None = None, k: int = 5) -> list[Similar]:
         """Return the `k` commits whose configurations are most like `config` (default: this run's)."""
@@ -666,7 +667,14 @@ class CheckpointManager:
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
         """Read and check every byte of a commit, after waiting for this manager's own saves."""
-        return verify(self._repository, self._commit(rev).id, mark=True)
+        commit = self._commit(rev)
+        report = verify(self._repository, commit.id, mark=True)
+        if self._keys.trusted is not None:
+            try:
+                require_signed(self._repository, commit, self._keys.trusted)
+            except IntegrityError as exc:
+                report.add(str(exc), commit.id)
+        return report
 
     def _commit(self, rev: str) -> Commit:
         """Return the commit that a revision names, for this rank alone, after waiting for this manager's own saves."""
@@ -708,3 +716,8 @@ def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+# `__new__` only tells the two kinds of managers apart; what can be given is what `__init__` says.
+_told = signature(CheckpointManager.__init__)
+CheckpointManager.__signature__ = _told.replace(parameters=list(_told.parameters.values())[1:])  # type: ignore[attr-defined]

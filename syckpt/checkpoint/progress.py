@@ -133,6 +133,8 @@ class Interval:
             self._steps = every
         elif every is not None:
             raise StateError(f'save_every={every!r}: expected a number of steps, or a time like "10m", "30s", "1h"')
+        if self._seconds == 0:
+            raise StateError(f"save_every={every!r}: expected a time above zero")
         self._looked_at = time.monotonic()
         self._due_at = self._looked_at + (self._seconds or 0.0)
 

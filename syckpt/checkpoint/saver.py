@@ -363,7 +363,7 @@ class Saver:
                 if timeout_s is not None:
                     raise TimeoutError(f"save {pending or 'in hand'} was not durable within {timeout_s:g} s")
                 raise CoordinationError(f"waited {limit:g} s for saves to become durable: {self._what_is_stuck()}")
-        while pending is None and self._process is not None and self._process.tidies and time.monotonic() < deadline:
+        while pending is None and (process := self._process) is not None and process.tidies and time.monotonic() < deadline:
             with self._lock:
                 self._pump(min(0.5, deadline - time.monotonic()))
 

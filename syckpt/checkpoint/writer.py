@@ -236,12 +236,15 @@ class _Writer:
             error = _named(cause, message["id"], rank=0)
             self._give_up(message["id"], transaction, desk, error)
             raise error from exc
-        if self._world_size > 1:
-            self._decide(desk, commit.seal, None)
-            self._last_desk = desk
-        if before is not None:
-            # Every rank has handed in a later part, so all of them know how that save went.
-            before.clear(wait_s=0.0)
+        try:
+            if self._world_size > 1:
+                self._decide(desk, commit.seal, None)
+                self._last_desk = desk
+            if before is not None:
+                # Every rank has handed in a later part, so all of them know how that save went.
+                before.clear(wait_s=0.0)
+        except Exception:  # noqa: BLE001 - the commit is visible: nothing that comes up now may be told as its failure
+            _log.exception("telling the other ranks of save %s failed", message["id"])
         return commit
 
     def _write_layouts(self, commit: str, parts: list[Receipt]) -> str:

@@ -116,9 +116,12 @@ class Diff:
         return "\n".join(_lines(self))
 
 
-def diff(repository: Repository, a: Commit, b: Commit) -> Diff:
-    """Compare two commits. Raises: NotFoundError for one that was dropped, IntegrityError (damage), FormatError."""
-    reader = Reader(repository)
+def diff(repository: Repository, a: Commit, b: Commit, *, reader: Reader | None = None) -> Diff:
+    """Compare two commits; `reader` says whom to trust.
+
+    Raises: NotFoundError for one that was dropped, IntegrityError (damage, not signed by a trusted key), FormatError.
+    """
+    reader = reader or Reader(repository)
     before, after = (_Content.of(reader, commit) for commit in (a, b))
     own, streams = _compare_tensors(_Bytes(reader), before, after)
     return Diff(
@@ -157,6 +160,7 @@ class _Content:
 
     @staticmethod
     def of(reader: Reader, commit: Commit) -> _Content:
+        reader.check_signed(commit)
         if commit.dropped:
             # With the reason that every other reader of its content gives.
             reader.repository.check_whole(commit)

@@ -126,6 +126,10 @@ class Survey:
             numbers[f"{match[1]}/{ids.name_of_component(match[2])}"].append(int(match[3]))
         for match in filter(None, map(_COPY.fullmatch, store.list("refs/"))):
             refs.head(f"{match[1]}/{ids.name_of_component(match[2])}")  # raises when a record was lost that the copy names
+        for name, before in self._records.items():
+            # A listing that lags may lack what was read already; records never go.
+            if len(numbers.get(name, ())) < len(before):
+                numbers[name] = sorted(before)
         found: dict[str, Ref] = {}
         for name, present in numbers.items():
             if present != list(range(1, len(present) + 1)):
