@@ -195,15 +195,22 @@ def _plan_rewrite(table: Locations, needed: int, *, dead_share: float) -> Rewrit
 def run_sweeps(
     repository: Repository, sweeps: Iterable[Sweep], *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[tuple[Sweep, ...], tuple[tuple[str, str], ...]]:
-    """Carry out sweeps; return those that were, and the commits left as they are, with the reason. Raises: StoreError."""
+    """Carry out sweeps; return those that were, and the commits left as they are, with the reason.
+
+    What only goes does so first, of all of them: on a full disk that makes the room which rewriting needs. Raises: StoreError.
+    """
     todo = list(sweeps)
+    for found in todo:
+        for key, _ in found.deletes:
+            repository.store.delete(key)
     done: list[Sweep] = []
     skipped: list[tuple[str, str]] = []
     for number, found in enumerate(todo):
         if progress is not None:
             progress(number, len(todo))
         try:
-            sweep(repository, found)
+            for rewrite in found.rewrites:
+                _rewrite(repository, rewrite)
         except (ConflictError, IntegrityError, NotFoundError) as exc:
             # Another sweeper was faster, or its bytes are damaged: those of other commits go nevertheless.
             _log.warning("dropped commit %s is left as it is: %s", found.commit, exc)
@@ -213,17 +220,6 @@ def run_sweeps(
     if progress is not None:
         progress(len(todo), len(todo))
     return tuple(done), tuple(skipped)
-
-
-def sweep(repository: Repository, found: Sweep) -> None:
-    """Remove what a sweep says.
-
-    Raises: ConflictError when another process has repacked the commit meanwhile; IntegrityError for bytes that cannot be moved; StoreError.
-    """
-    for key, _ in found.deletes:
-        repository.store.delete(key)
-    for rewrite in found.rewrites:
-        _rewrite(repository, rewrite)
 
 
 def _rewrite(repository: Repository, rewrite: Rewrite) -> None:

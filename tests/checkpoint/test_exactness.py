@@ -79,7 +79,7 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str
 
 
 @pytest.mark.xdist_group("quickstart")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_quickstart_killed_three_times_in_a_row_makes_the_losses_of_a_run_never_killed(
     tmp_path: Path, never_killed: dict[int, list[str]], workers: int
 ) -> None:

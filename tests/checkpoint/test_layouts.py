@@ -313,7 +313,7 @@ class _Pair:
 
             def agree(self, name: str, value: Any, decide: Callable[[Any], Any], *, at: str) -> Any:
                 pair._told.setdefault(name, [None, None])[rank] = value
-                pair._barrier.wait(10)
+                pair._barrier.wait(60)
                 return decide(pair._told[name])
 
         return Side()
@@ -340,7 +340,7 @@ def share(*states: Any, path: str) -> list[Exception | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     return errors
 
 

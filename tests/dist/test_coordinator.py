@@ -447,7 +447,7 @@ class TestProcesses:
         everyone = {"all": [{"rank": each} for each in range(4)]}
         assert self.found(job, "the_host_of_the_rendezvous_store_may_end_when_it_has_closed") == [[everyone, True]] * 4
 
-    def test_ctrl_c_ends_the_wait_within_a_second_and_the_others_are_told(self, job: list[RankResult]) -> None:
+    def test_ctrl_c_ends_the_wait_long_before_the_deadline_and_the_others_are_told(self, job: list[RankResult]) -> None:
         found = self.found(job, "ctrl_c_gets_through")
         assert found[3][0] is True
         for told, _ in found[:3]:

@@ -453,7 +453,7 @@ def _no_tags(operation: str, key: str) -> None:
 
 
 def test_cleaning_in_any_order() -> None:
-    run_state_machine_as_test(Cleaning, settings=settings(max_examples=40, stateful_step_count=12, deadline=None))
+    run_state_machine_as_test(Cleaning, settings=settings(max_examples=30, stateful_step_count=12, deadline=None))
 
 
 @pytest.mark.slow
