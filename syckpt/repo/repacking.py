@@ -201,16 +201,14 @@ def run_sweeps(
     """
     todo = list(sweeps)
     for found in todo:
-        for key, _ in found.deletes:
-            repository.store.delete(key)
+        _delete(repository, found)
     done: list[Sweep] = []
     skipped: list[tuple[str, str]] = []
     for number, found in enumerate(todo):
         if progress is not None:
             progress(number, len(todo))
         try:
-            for rewrite in found.rewrites:
-                _rewrite(repository, rewrite)
+            sweep(repository, found)
         except (ConflictError, IntegrityError, NotFoundError) as exc:
             # Another sweeper was faster, or its bytes are damaged: those of other commits go nevertheless.
             _log.warning("dropped commit %s is left as it is: %s", found.commit, exc)
@@ -220,6 +218,21 @@ def run_sweeps(
     if progress is not None:
         progress(len(todo), len(todo))
     return tuple(done), tuple(skipped)
+
+
+def sweep(repository: Repository, found: Sweep) -> None:
+    """Remove what a sweep says.
+
+    Raises: ConflictError when another process has repacked the commit meanwhile; IntegrityError for bytes that cannot be moved; StoreError.
+    """
+    _delete(repository, found)
+    for rewrite in found.rewrites:
+        _rewrite(repository, rewrite)
+
+
+def _delete(repository: Repository, found: Sweep) -> None:
+    for key, _ in found.deletes:
+        repository.store.delete(key)
 
 
 def _rewrite(repository: Repository, rewrite: Rewrite) -> None:
