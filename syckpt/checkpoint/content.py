@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from syckpt.errors import IntegrityError, NotFoundError, StateError
+from syckpt.errors import IntegrityError, StateError
 from syckpt.objects import nodes
 from syckpt.objects.address import BLOCK_NBYTES
 from syckpt.objects.box import Box
@@ -21,6 +21,7 @@ from syckpt.objects.dtypes import dtype
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.objects.nodes import KeyPath, Node
 from syckpt.repo.reader import Place, Reader
+from syckpt.repo.repository import dropped_error
 from syckpt.reshard.keeping import Keeping
 from syckpt.reshard.merge import merge, renumber, unite_groups
 from syckpt.reshard.plan import Region, block_schedule, copy_block, plan
@@ -94,7 +95,7 @@ class Content:
 
     def __init__(self, reader: Reader, commit: Commit) -> None:
         if commit.dropped:
-            raise NotFoundError(f"commit {commit.id} was dropped by retention; its record stays in the log, its tensors are gone")
+            raise dropped_error(commit.id)
         self.commit = commit
         self.reader = reader
         self.entries: list[Stored] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -201,36 +201,55 @@ class Items:
 
         Returns notes for the report. Types that only live values show (dataclasses, enums ...) are those of the item as it is. One that
         need not be there (`required=False`) and does not fit is left as it is, which is noted. `fetch` is called once at most.
-        Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError.
+        Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError; what the item itself raises.
         """
+        touched = False
+
+        def touch() -> None:
+            nonlocal touched
+            touched = True
+
         if self.config.spec(name).required:
-            return self._restore(name, source, fetch)
+            return self._restore(name, source, fetch, touch)
         try:
             why = "; ".join(self._checked(name, source).skipped)
             if not why:
-                return self._restore(name, source, fetch)
+                return self._restore(name, source, fetch, touch)
         except StateError as exc:
-            # An optimizer's problems are found on the way, before it is touched.
+            # An optimizer's problems are found on the way. Behind `touch`, it may be half of what it was.
+            if touched:
+                raise
             why = str(exc)
         return [f"{name} was left as it is: {why}"]
 
-    def _restore(self, name: str, source: Source, fetch: Fetch | None) -> list[str]:
+    def _restore(self, name: str, source: Source, fetch: Fetch | None, touch: Callable[[], None]) -> list[str]:
+        """Restore an item; `touch()` is called before whatever changes it."""
         item = self._items[name]
         report = LoadReport()
-        taken = partial(_read, source, name, report=report, fetch=fetch)
+
+        def fetched(wanted: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+            if any(target is not None for target in wanted.values()):
+                touch()
+            return (fetch or source.fetch)(wanted)
+
+        taken = partial(_read, source, name, report=report, fetch=fetched)
         notes: list[str] = []
-        done = self._reshard(name, source, notes)
+        done = self._reshard(name, source, notes, touch=touch)
         if done is not None:
             self._take(name, item, taken(done.target, done=done))
         elif isinstance(item, torch.optim.Optimizer):
-            self._restore_optimizer(name, item, source, notes, fetch)
+            self._restore_optimizer(name, item, source, notes, fetch, touch)
         elif isinstance(item, torch.nn.Module):
-            item.load_state_dict(taken(_template(item)))
+            value = taken(_template(item))
+            touch()
+            item.load_state_dict(value)
         elif is_stateful(item):
             # In place where the structure is the same, so that tensors stay on their devices. Where it has grown (a history, a buffer),
             # the object itself decides what it takes.
             template = item.state_dict()
-            item.load_state_dict(taken(template, as_saved=not source.fits(name, template)))
+            value = taken(template, as_saved=not source.fits(name, template))
+            touch()
+            item.load_state_dict(value)
         elif isinstance(item, torch.Generator):
             item.set_state(taken(None, as_saved=True).get_state())
         elif isinstance(item, np.random.Generator):
@@ -243,13 +262,15 @@ class Items:
             self._items[name] = taken(item, as_saved=True)
         return notes + report.notes
 
-    def _reshard(self, name: str, source: Source, notes: list[str], *, dry_run: bool = False) -> Resharded | None:
+    def _reshard(
+        self, name: str, source: Source, notes: list[str], *, dry_run: bool = False, touch: Callable[[], None] = lambda: None
+    ) -> Resharded | None:
         """Run the item's resharder of the user's, if it has one and the layout is another one; settle what was each rank's own."""
         item, spec = self._items[name], self.config.spec(name)
         resharder = spec.resharder
         done: Resharded | None = None
         if resharder is not None and is_custom(resharder):
-            done = prepare(source, name, resharder, self._state(item), notes, dry_run=dry_run)
+            done = prepare(source, name, resharder, self._state(item), notes, dry_run=dry_run, touch=touch)
         notes += settle(source, name, spec, done, item, is_object=is_stateful(item))
         return done
 
@@ -273,7 +294,15 @@ class Items:
             source.show(name, without_parameters(source.node(name), others))
             notes.append(f"{name}: {len(others)} parameters, which only some of the ranks had, are left to other ranks")
 
-    def _restore_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source, notes: list[str], fetch: Fetch | None) -> None:
+    def _restore_optimizer(
+        self,
+        name: str,
+        item: torch.optim.Optimizer,
+        source: Source,
+        notes: list[str],
+        fetch: Fetch | None,
+        touch: Callable[[], None],
+    ) -> None:
         names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
         if names is not None:
             self._leave_others(name, source, names, notes)
@@ -282,6 +311,7 @@ class Items:
         saved = _read(source, name, self._sharded_state(source, name, item), fetch=fetch)
         _refuse_other_kind(name, item, saved)
         if not _is_named(source.node(name)):
+            touch()
             by_parameter.load_exact(item, saved)
             return
         if names is None:
@@ -289,7 +319,9 @@ class Items:
                 f"item {name!r}: its state was saved by parameter name, but the module that holds its parameters is not registered:"
                 f" register the model too (registered: {', '.join(self._items)})"
             )
-        by_parameter.load_exact(item, by_parameter.by_index(saved, item, names))
+        state = by_parameter.by_index(saved, item, names)
+        touch()
+        by_parameter.load_exact(item, state)
 
     def _sharded_state(self, source: Source, name: str, item: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Return a template that holds, for each state tensor shaped like its sharded parameter, an empty one of the parameter's layout."""

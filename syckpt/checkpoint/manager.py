@@ -25,9 +25,10 @@ from syckpt.checkpoint.keys import Keys
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.loads import Loads
+from syckpt.checkpoint.process import Settings
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resumption import Resumption
-from syckpt.checkpoint.saver import PendingCommit, Saver, Settings
+from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.saves import Request, Saves
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
@@ -277,7 +278,11 @@ class CheckpointManager:
         self._hyper = value if isinstance(value, HyperConfig) else HyperConfig(value)
         resumed = self.resumed
         if resumed is not None and self._hyper != HyperConfig(resumed.config):
-            _log.warning("the configuration differs from that of commit %s: %s", resumed.id, HyperConfig(resumed.config).diff(self._hyper))
+            _log.warning(
+                "the configuration differs from that of commit %s: %s. What was restored, such as an optimizer's groups, is the commit's",
+                resumed.id,
+                HyperConfig(resumed.config).diff(self._hyper),
+            )
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 

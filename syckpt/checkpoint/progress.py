@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Literal
 
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects.commit import Commit
+from syckpt.objects.text import seconds_of
 
 __all__ = ["Interval", "Progress"]
 
@@ -122,16 +122,16 @@ class Progress:
 
 
 class Interval:
-    """When `save_every` is due: `1000` (steps) or `"10m"` (s, m, h)."""
+    """When `save_every` is due: `1000` (steps) or `"10m"` (s, m, h, d)."""
 
     def __init__(self, every: int | str | None) -> None:
         self._steps: int | None = None
         self._seconds: float | None = None
-        if isinstance(every, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", every)):
-            self._seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+        if isinstance(every, str):
+            self._seconds = seconds_of(every)
         elif type(every) is int and every > 0:
             self._steps = every
-        elif every is not None:
+        if every is not None and self._seconds is None and self._steps is None:
             raise StateError(f'save_every={every!r}: expected a number of steps, or a time like "10m", "30s", "1h"')
         if self._seconds == 0:
             raise StateError(f"save_every={every!r}: expected a time above zero")

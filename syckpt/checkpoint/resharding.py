@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,20 @@ class Resharded:
         return result
 
 
-def prepare(source: Source, name: str, resharder: Resharder, target: Any, notes: list[str], *, dry_run: bool = False) -> Resharded | None:
+def prepare(
+    source: Source,
+    name: str,
+    resharder: Resharder,
+    target: Any,
+    notes: list[str],
+    *,
+    dry_run: bool = False,
+    touch: Callable[[], None] = lambda: None,
+) -> Resharded | None:
     """See an item as its resharder's target is laid out, and run the resharder if that is not how it was saved.
 
     Returns None where the item is to be loaded the default way: nothing changed, or nothing was handled, which is added to `notes`. A
-    `dry_run` takes it that everything will be handled.
+    `dry_run` takes it that everything will be handled. `touch()` is called before the resharder, which may write into live tensors.
     Raises: StateError for what a resharder may not return; whatever it raises.
     """
     wanted = extract(resharder, name, target)
@@ -62,6 +71,7 @@ def prepare(source: Source, name: str, resharder: Resharder, target: Any, notes:
         return Resharded(target, ((),), frozenset([format_path((name,))]))
     storage = _CommitStorage(source, name)
     filled = _containers_copied(target)
+    touch()
     told: Any = resharder.load(Path(source.commit.name or source.commit.id) / name, name, wanted, storage.metadata, filled, storage)
     if not told:
         notes.append(f"{name}: its resharder handled nothing; it was loaded the default way")

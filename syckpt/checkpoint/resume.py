@@ -6,14 +6,19 @@ import logging
 
 from syckpt.errors import IntegrityError, NotFoundError, StoreError
 from syckpt.objects.commit import Commit
-from syckpt.repo import documents
 from syckpt.repo.repository import Repository
 from syckpt.repo.signing import Trusted, require_signed
 from syckpt.repo.transaction import newest_readable
 
-__all__ = ["newest_whole"]
+__all__ = ["WAYS_ON", "newest_whole"]
 
 _log = logging.getLogger("syckpt")
+
+
+WAYS_ON = (
+    "`syckpt verify` says what is damaged: put those files back from a copy, or begin anew with auto_resume=False or run_mode='overwrite',"
+    " or on another branch=..."
+)
 
 
 def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None = None) -> Commit | None:
@@ -56,7 +61,8 @@ def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None
             continue
         older = _record_before(repository, branch, number, {text.partition(":")[0] for text in tried}) if commit is None else None
         if older is None:
-            raise IntegrityError(f"branch {branch!r} has no whole commit left: {'; '.join(tried[:5])}")
+            newest = "; ".join(tried[:2]) + (f"; and {len(tried) - 2} more" if len(tried) > 2 else "")
+            raise IntegrityError(f"branch {branch!r} has no whole commit left ({newest}); {WAYS_ON}")
         number, commit_id, seal = older
 
 
@@ -70,12 +76,10 @@ def _lost(repository: Repository, branch: str) -> list[str]:
 
 
 def _why(repository: Repository, commit: str) -> str:
-    key = f"objects/{commit}.damaged"
-    try:
-        why = documents.read(repository.store, key, kind="mark")[0].get("why")
-        return f"{key} says {why}; `syckpt verify {commit}` removes that mark if it finds the commit whole again"
-    except (IntegrityError, NotFoundError):
+    key, why = f"objects/{commit}.damaged", repository.why(commit, "damaged")
+    if why is None:
         return f"{key} does not say why"
+    return f"{key} says {why}; `syckpt verify {commit}` removes that mark if it finds the commit whole again"
 
 
 def _mark(repository: Repository, commit: str, why: str, *, already: bool) -> None:

@@ -20,7 +20,7 @@ from syckpt.checkpoint.items import Items, is_stateful
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import Fetch, LoadReport
 from syckpt.checkpoint.progress import Progress
-from syckpt.checkpoint.resume import newest_whole
+from syckpt.checkpoint.resume import WAYS_ON, newest_whole
 from syckpt.checkpoint.source import Source
 from syckpt.dataloader import StatefulSampler
 from syckpt.dataloader.seeded import is_seeded
@@ -265,7 +265,11 @@ class Resumption:
             unused = sorted(self._source.names - set(self._items.names()))
             self.report.unexpected += unused
             if unused:
-                _log.info("commit %s also has %s, which this script does not register", self._source.commit.id, ", ".join(unused))
+                _log.warning(
+                    "commit %s also has %s, which this script does not register: the commits to come are without",
+                    self._source.commit.id,
+                    ", ".join(unused),
+                )
 
     def _pass_over(self, commit: Commit, damage: str) -> None:
         _log.error("commit %s is damaged: %s", commit.id, damage)
@@ -274,7 +278,7 @@ class Resumption:
     def _newest_whole(self) -> Commit:
         commit = newest_whole(self._reader.repository, self.branch, trusted=self._reader.trusted)
         if commit is None:
-            raise IntegrityError(f"branch {self.branch!r} has no whole commit left; `syckpt verify` says what is damaged")
+            raise IntegrityError(f"branch {self.branch!r} has no whole commit left; {WAYS_ON}")
         return commit
 
     def _fall_back(self) -> None:

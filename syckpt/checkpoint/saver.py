@@ -1,22 +1,17 @@
-"""The trainer's side of saving: the writer process, its slots, and what became of each save. Knows nothing of models."""
+"""The trainer's account of saves: which are in the writer's hands, in which slots, and what became of each. Knows nothing of models."""
 
 from __future__ import annotations
 
 import logging
 import os
-import select
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from syckpt.checkpoint.wire import Channel, PeerGone, PeerStuck, watch_process
-from syckpt.dist import topology
+from syckpt.checkpoint.process import Settings, WriterProcess
+from syckpt.checkpoint.wire import PeerGone, PeerStuck
 from syckpt.errors import ConflictError, CoordinationError, StateError, SyckptError, WriterDied, from_wire, to_wire
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Lease
@@ -25,44 +20,12 @@ from syckpt.repo.receipts import Desk
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Hold, newest_readable, refuse_if_fenced
 from syckpt.state.staging import Part, Slot, layout
-from syckpt.stores.base import StoreSpec
 
-__all__ = ["PendingCommit", "Saver", "Settings"]
+__all__ = ["PendingCommit", "Saver"]
 
 _log = logging.getLogger("syckpt")
 _MAX_SLOTS = 2
 _GRACE_S = 2.0
-# Python's own modules first, then the packages that the writer needs, and nothing else: no module in the user's directories, no
-# `sitecustomize` or `.pth` file takes a name, or time.
-_WRITER = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), *sys.argv[3:]];"
-    " from syckpt.checkpoint.writer import main; sys.exit(main(sys.argv[1:3]))"
-)
-_PACKAGES = ("numpy", "blake3", "backports.zstd", "cryptography", "syckpt")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a writer works. `threads` hash and encode; `timeout_s` bounds every wait for the writer."""
-
-    spec: StoreSpec
-    token: str
-    compression: str
-    keyframe_every: int
-    threads: int
-    timeout_s: float
-    rank: int = 0
-    world_size: int = 1
-    signer: str | None = None
-    """Absolute path of the private key that rank 0's writer signs with."""
-    retention: dict[str, Any] | None = None
-    """What rank 0's writer keeps of the branch, as `Retention.to_wire` says it; None for everything."""
-
-
-def _package_folders() -> list[str]:
-    """Return the folders from which this process has imported the packages that the writer needs."""
-    found = [(name, sys.modules[name].__file__) for name in _PACKAGES if name in sys.modules]
-    return list(dict.fromkeys(str(Path(file).absolute().parents[name.count(".") + 1]) for name, file in found if file))
 
 
 class PendingCommit:
@@ -114,40 +77,6 @@ class _InHand:
     stall_s: float
 
 
-@dataclass
-class _Process:
-    popen: subprocess.Popen[bytes]
-    channel: Channel
-    pidfd: int | None
-    ready: bool = False
-    waits_for: str | None = None
-    tidies: bool = False
-    """Whether it applies retention, after a save that it has announced."""
-    slots: set[int] = field(default_factory=set)
-    """Slots that this process has mapped, in their present size."""
-    table: dict[str, Any] | None = None
-    """The table of layouts that this process was given last."""
-
-    def await_exit(self, timeout_s: float) -> int | None:
-        """Return the exit status, or None if the process is still there after `timeout_s`."""
-        try:
-            if self.pidfd is None:
-                return self.popen.wait(timeout_s)
-            # Not `Popen.wait`, which sleeps in between.
-            select.select([self.pidfd], [], [], timeout_s)
-            return self.popen.poll()
-        except subprocess.TimeoutExpired:
-            return None
-
-    def let_go(self) -> None:
-        """Give up the descriptor; should the process still be there, its status is collected in the background."""
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
-        if self.popen.poll() is None:
-            threading.Thread(target=self.popen.wait, name="syckpt-reaper", daemon=True).start()
-
-
 class Saver:
     """Hands saves to the writer and keeps account of them. One branch at a time; safe to use from several threads.
 
@@ -167,7 +96,7 @@ class Saver:
         self._reopen = reopen
         self._on_settled = on_settled
         self._hold: Hold | None = None
-        self._process: _Process | None = None
+        self._process: WriterProcess | None = None
         self._slots: list[Slot] = []
         self._in_hand: dict[str, _InHand] = {}
         self._submitted: str | None = None
@@ -183,7 +112,7 @@ class Saver:
     @property
     def writer_pid(self) -> int | None:
         """The writer's process id, while there is one."""
-        return self._process.popen.pid if self._process else None
+        return self._process.pid if self._process else None
 
     @property
     def pending(self) -> list[PendingCommit]:
@@ -218,7 +147,7 @@ class Saver:
             deadline = time.monotonic() + self._settings.timeout_s
             while (process := self._process) is not None and not process.ready:
                 if not self._pump(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise CoordinationError(f"writer process {process.popen.pid} was not ready in {self._settings.timeout_s:g} s")
+                    raise CoordinationError(f"writer process {process.pid} was not ready in {self._settings.timeout_s:g} s")
 
     def submit(
         self,
@@ -385,23 +314,14 @@ class Saver:
         process = self._process
         if process is None:
             return False
-        if process.channel.fileno() < 0:
-            self._writer_ended()
+        try:
+            event = process.hear(timeout_s)
+        except PeerGone as exc:
+            self._lost(exc)
             return True
-        watched: list[Any] = [process.channel] if process.pidfd is None else [process.channel, process.pidfd]
-        ready, _, _ = select.select(watched, [], [], max(0.0, timeout_s))
-        if process.channel in ready:
-            try:
-                event, _ = process.channel.receive()
-            except PeerGone as exc:
-                self._lost(exc)
-                return True
+        if event is not None:
             self._handle(event)
-            return True
-        if ready or process.popen.poll() is not None:
-            self._writer_ended()
-            return True
-        return False
+        return event is not None
 
     def _handle(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -450,50 +370,10 @@ class Saver:
 
     def _start(self) -> None:
         assert self._hold is not None
-        ours, theirs = socket.socketpair()
-        me = watch_process(os.getpid())
-        passed = [theirs.fileno()] if me is None else [theirs.fileno(), me]
+        self._process = process = WriterProcess.start(timeout_s=self._settings.timeout_s)
+        self._take_lease(self._hold, process.pid)
         try:
-            popen = subprocess.Popen(
-                [sys.executable, "-S", "-c", _WRITER, str(theirs.fileno()), "-" if me is None else str(me), *_package_folders()],
-                pass_fds=passed,
-                stdin=subprocess.DEVNULL,
-                cwd="/",
-                env=topology.child_environment(PYTHONPATH="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
-                # Launchers kill process groups; the writer has to outlive its trainer.
-                start_new_session=True,
-            )
-        except OSError as exc:
-            raise WriterDied(f"the writer process could not be started: {exc}") from exc
-        finally:
-            theirs.close()
-            if me is not None:
-                os.close(me)
-        channel = Channel(ours, timeout_s=self._settings.timeout_s)
-        self._process = _Process(popen, channel, watch_process(popen.pid))
-        settings, hold = self._settings, self._hold
-        start = {
-            "op": "start",
-            "store": settings.spec.to_wire(),
-            "branch": hold.branch,
-            "run": hold.run,
-            "generation": hold.generation,
-            "number": hold.number,
-            "tip": hold.tip,
-            "token": settings.token,
-            "trainer": vars(owner.this_process()),
-            "compression": settings.compression,
-            "keyframe_every": settings.keyframe_every,
-            "threads": settings.threads,
-            "timeout_s": settings.timeout_s,
-            "rank": settings.rank,
-            "world_size": settings.world_size,
-            "signer": settings.signer,
-            "retention": settings.retention,
-        }
-        self._take_lease(hold, popen.pid)
-        try:
-            channel.send(start)
+            process.begin(self._settings, self._hold)
         except PeerGone as exc:
             self._lost(exc)
 
@@ -523,12 +403,12 @@ class Saver:
         process, self._process = self._process, None
         if process is None:
             return
-        code = self._reap(process, timeout_s=0.0 if kill else self._settings.timeout_s)
+        code = process.end(timeout_s=0.0 if kill else self._settings.timeout_s)
         published = self._published() if self._in_hand else {}
         for commit_id in list(self._in_hand):
             how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
             own = f" of rank(s) {self._settings.rank}" if self._settings.world_size > 1 else ""
-            why = f"writer process {process.popen.pid}{own} ended ({how}) before save {commit_id} was durable; the next save starts another"
+            why = f"writer process {process.pid}{own} ended ({how}) before save {commit_id} was durable; the next save starts another"
             error = cause or WriterDied(why)
             try:
                 commit = self._speak_for_writer(commit_id, published.get(commit_id), error)
@@ -585,17 +465,6 @@ class Saver:
             _log.warning("the other ranks could not be told how save %s went here: %s", commit, exc)
         return True
 
-    @staticmethod
-    def _reap(process: _Process, *, timeout_s: float) -> int | None:
-        """Let a writer end, which it does after its last save when nobody is at the other end; by force after `timeout_s`."""
-        process.channel.close()
-        code = process.await_exit(timeout_s)
-        if code is None:
-            process.popen.kill()
-            code = process.await_exit(10)  # Not without end: a process in a system call that hangs cannot be killed.
-        process.let_go()
-        return code
-
     def _published(self) -> dict[str, Commit]:
         """Return those of the saves in hand that the branch's records name."""
         assert self._hold is not None
@@ -627,7 +496,7 @@ class Saver:
                 slot.close()
             self._slots.clear()
 
-    def _say_goodbye(self, process: _Process) -> None:
+    def _say_goodbye(self, process: WriterProcess) -> None:
         """Let the writer end, which has nothing left to do."""
         with self._lock:
             try:
@@ -636,16 +505,15 @@ class Saver:
                 _log.debug("the writer has ended already")
             self._process = None
             if process.await_exit(self._settings.timeout_s) is None:
-                _log.warning("writer process %d did not end when it was told to; it has been killed", process.popen.pid)
-            self._reap(process, timeout_s=0.0)
+                _log.warning("writer process %d did not end when it was told to; it has been killed", process.pid)
+            process.end(timeout_s=0.0)
 
     def _leave_to_itself(self) -> None:
         """Part from a writer that is still at work: it completes what it can, and ends."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
-                process.channel.close()
-                process.let_go()
+                process.leave()
             for commit_id in list(self._in_hand):
                 why = f"save {commit_id} was not durable when its manager was closed; the writer completes it if it still can"
                 self._settle(commit_id, error=CoordinationError(why))

@@ -227,6 +227,15 @@ def _fork_point(repository: Repository, arguments: Arguments) -> Commit | None:
             raise
         return None
     repository.check_whole(commit)
+    if arguments.base is None:
+        # It may as well be a slip of the pen.
+        _log.warning(
+            "branch %r is new: it begins at commit %s of branch %r (step %d), with its counters; base= begins it elsewhere",
+            arguments.branch,
+            commit.id,
+            commit.branch,
+            commit.step,
+        )
     return commit
 
 

@@ -200,7 +200,8 @@ def _named(repository: Repository, base: str, *, branch: str | None, maximize: b
         newest = max(all_tips(repository).values(), key=lambda c: c.created_ns, default=None)
         return newest or _missing(repository, base)
     if base == "best":
-        return best(log(repository, branch=branch), maximize=maximize) or _missing(repository, base)
+        commits = log(repository, branch=branch)
+        return best(commits, maximize=maximize) or _without_metric(commits, _branch_of(repository, "HEAD", branch))
     if ids.is_commit_id(base):
         return _published(repository, base)
     if not ids.is_name(base):
@@ -234,6 +235,11 @@ def is_published(repository: Repository, commit: str) -> bool:
 def _published(repository: Repository, commit: str) -> Commit:
     found = repository.read_commit(commit)
     return found if is_published(repository, commit) else _missing(repository, commit)
+
+
+def _without_metric(commits: list[Commit], rev: str) -> Commit:
+    there = [commit for commit in commits if not commit.dropped]
+    raise NotFoundError(f"none of the {len(there)} commit{'' if len(there) == 1 else 's'} of {rev} has a metric: give it as save(metric=...)")
 
 
 def _missing(repository: Repository, base: str) -> Commit:

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError
+from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, SyckptError
 from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
 from syckpt.objects.layouts import LayoutTable
@@ -100,6 +100,15 @@ class Repository:
             documents.write(self.store, f"objects/{commit}.{mark}", {"kind": "mark", "version": 1, "why": why})
         except ConflictError:
             _log.debug("%s is marked %s already", commit, mark)
+
+    def why(self, commit: str, mark: str) -> str | None:
+        """Return why a mark was made, for people; None where that cannot be read: the mark counts all the same."""
+        key = f"objects/{commit}.{mark}"
+        try:
+            body, _ = documents.read(self.store, key, kind="mark")
+            return Fields(body, where=key).text("why")
+        except SyckptError:
+            return None
 
     def read_manifest(self, commit: Commit, rank: int) -> Manifest:
         """Return a rank's manifest, checked against the commit. Raises: NotFoundError, IntegrityError, FormatError."""

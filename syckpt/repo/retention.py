@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from syckpt.errors import IntegrityError, NotFoundError, StateError
 from syckpt.objects.commit import Commit
+from syckpt.objects.text import seconds_of
 from syckpt.repo import history
 from syckpt.repo.repacking import Sweep, plan_sweep, plan_sweeps, run_sweeps
 from syckpt.repo.repository import Repository
 from syckpt.repo.survey import Ref, Rows, Sight, Survey, drop
 
 __all__ = ["Keeper", "Plan", "Retained", "Retention", "plan", "retain"]
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PERIOD = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,16 @@ class Retention:
         """The period in seconds."""
         if self.every is None:
             return None
-        match = _PERIOD.fullmatch(self.every.strip()) if isinstance(self.every, str) else None
-        plain = isinstance(self.every, int | float) and not isinstance(self.every, bool)
-        seconds = float(match[1]) * _UNITS[match[2]] if match else float(self.every) if plain else 0.0
+        if isinstance(self.every, str):
+            seconds = seconds_of(self.every.strip()) or 0.0
+        else:
+            seconds = float(self.every) if isinstance(self.every, int | float) and not isinstance(self.every, bool) else 0.0
         if not 1e-9 <= seconds < float("inf"):  # times are whole nanoseconds
             raise StateError(f"Retention(every={self.every!r}): expected seconds, or a text such as '90s', '30m', '1h', '1d'")
         return seconds
 
     def to_wire(self, *, maximize: bool = False) -> dict[str, Any]:
-        """Return a value for JSON, with the direction of the metric: `checkpoint.saver.Settings.retention`."""
+        """Return a value for JSON, with the direction of the metric: `checkpoint.process.Settings.retention`."""
         return {"last": self.last, "best": self.best, "every_steps": self.every_steps, "every": self.every, "maximize": maximize}
 
     @staticmethod

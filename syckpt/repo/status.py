@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent, Lease, RefRecord
-from syckpt.repo import documents, leases
+from syckpt.repo import documents, history, leases
 from syckpt.repo.owner import is_dead
 from syckpt.repo.repository import Repository
 
@@ -18,20 +19,28 @@ __all__ = ["Branch", "Damage", "Save", "Status", "Writer", "status"]
 
 @dataclass(frozen=True)
 class Writer:
-    """Who holds a branch, by its lease, since when (ns since the epoch; None where that is not known); `dead` None: nobody here knows."""
+    """Who holds a branch, by its lease, since when (ns since the epoch; None where that is not known); `dead` None: nobody here knows.
+
+    `holds`: nobody else gets the branch now, for this process lives, or may live while its lease runs.
+    """
 
     lease: Lease
     since_ns: int | None
     dead: bool | None
+    holds: bool
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch, with its tip: None where it has no commit yet, or that cannot be read."""
+    """A branch, with its tip: None where it has no commit yet, or that cannot be read.
+
+    `whole` is the newest commit, from the tip back, that is marked neither damaged nor dropped: a resume goes on from it.
+    """
 
     name: str
     commit: str | None
     tip: Commit | None
+    whole: Commit | None
     writer: Writer | None
 
 
@@ -68,18 +77,40 @@ class Status:
     def advice(self) -> list[str]:
         """Return what to do next, the most pressing first."""
         found = [f"run `syckpt verify`: {problem}" for problem in self.problems[:1]]
-        found += [f"`syckpt verify {one.commit}` tells what is damaged; a resume goes past this commit" for one in self.damaged]
+        if len(self.damaged) == 1:
+            found.append(f"`syckpt verify {self.damaged[0].commit}` tells what is damaged")
+        elif self.damaged:
+            found.append(f"`syckpt verify` tells what is damaged: {len(self.damaged)} commits are marked")
+        found += filter(None, map(_about_damage, self.branches))
         found += [
             f"the save {save.intent.commit} was cut off: the next run on branch {save.intent.branch!r} clears or completes it"
             for save in self.saves
             if save.dead
         ]
-        for branch in self.branches:
-            if branch.writer is not None and branch.writer.dead and (branch.tip is not None or branch.commit is None):
-                found.append(f"the run on branch {branch.name!r} ended without closing; run its script again to go on")
+        found += filter(None, map(_about_writer, self.branches))
         if not any(branch.commit for branch in self.branches):
             found.append("no commit yet: the first save of a training script makes one")
         return found or ["nothing: run a script again to go on from its branch; `syckpt log` shows the commits"]
+
+
+def _about_damage(branch: Branch) -> str | None:
+    if branch.tip is None or branch.whole is branch.tip:
+        return None
+    if branch.whole is not None:
+        return f"a resume on branch {branch.name!r} goes past its damaged commits to {branch.whole.id}, step {branch.whole.step}"
+    return (
+        f"no commit of branch {branch.name!r} can be loaded, and a resume raises: put the damaged files back from a copy, then"
+        " `syckpt verify`; or begin anew with auto_resume=False"
+    )
+
+
+def _about_writer(branch: Branch) -> str | None:
+    if branch.writer is None:
+        return None
+    if branch.writer.holds:
+        return f"let the run on branch {branch.name!r} go on: a second one there gets a ConflictError, unless it names another branch=..."
+    resumable = branch.commit is None or branch.whole is not None
+    return f"the run on branch {branch.name!r} ended without closing; run its script again to go on" if resumable else None
 
 
 def status(repository: Repository) -> Status:
@@ -98,7 +129,8 @@ def status(repository: Repository) -> Status:
         name = key.removeprefix("objects/")
         commits += name != key and ids.is_commit_id(name.removesuffix(".json"))
         if name != key and name.endswith(".damaged"):
-            damaged.append(Damage(name.removesuffix(".damaged"), _why(repository, key)))
+            commit = name.removesuffix(".damaged")
+            damaged.append(Damage(commit, repository.why(commit, "damaged") or "its mark does not say why"))
     return Status(
         where=repository.store.describe(),
         head=head,
@@ -123,9 +155,24 @@ def _branch(repository: Repository, name: str, record: RefRecord, problems: list
             problems.append(
                 IntegrityError(f"objects/{record.commit}.json: missing, though {repository.refs.key(record.ref, record.number)} names it")
             )
-    lease = leases.read(repository, name)
-    writer = None if lease is None else Writer(lease, _since(repository, record, lease.generation), is_dead(lease.trainer))
-    return Branch(name, record.commit, tip, writer)
+    whole = None if tip is None else _whole(repository, tip, problems)
+    return Branch(name, record.commit, tip, whole, _writer(repository, record, leases.read(repository, name)))
+
+
+def _whole(repository: Repository, tip: Commit, problems: list[IntegrityError]) -> Commit | None:
+    try:
+        return next((commit for commit in history.walk(repository, tip) if not (commit.damaged or commit.dropped)), None)
+    except IntegrityError as exc:
+        problems.append(exc)
+        return None
+
+
+def _writer(repository: Repository, record: RefRecord, lease: Lease | None) -> Writer | None:
+    if lease is None:
+        return None
+    dead = is_dead(lease.trainer)
+    holds = dead is False or (dead is None and lease.expires_ns > time.time_ns())
+    return Writer(lease, _since(repository, record, lease.generation), dead, holds)
 
 
 def _since(repository: Repository, newest: RefRecord, generation: int) -> int | None:
@@ -156,10 +203,3 @@ def _saves(repository: Repository, problems: list[IntegrityError]) -> Iterator[S
             problems.append(exc)
             continue
         yield Save(intent, is_dead(intent.owner))
-
-
-def _why(repository: Repository, key: str) -> str:
-    try:
-        return str(documents.read(repository.store, key, kind="mark")[0].get("why"))
-    except (IntegrityError, NotFoundError):
-        return "its mark does not say why"

@@ -438,6 +438,29 @@ def test_a_manager_without_a_default_takes_listed_names_only(tmp_path: Path) -> 
             ckpt.load("a", into={"step": 0})
 
 
+def test_what_an_item_that_is_not_required_raises_while_it_takes_its_state_is_never_called_left_as_it_is(tmp_path: Path) -> None:
+    class History:
+        def __init__(self) -> None:
+            self.seen: list[int] = [1]
+
+        def state_dict(self) -> dict[str, list[int]]:
+            return {"seen": list(self.seen)}
+
+        def load_state_dict(self, state: dict[str, list[int]]) -> None:
+            self.seen = []
+            raise StateError("a history of another run")
+
+    optional = CheckpointManager.Config(items={"history": ItemSpec(required=False)})
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.history = History()
+        ckpt.save(wait=True)
+    with CheckpointManager(tmp_path, optional, save_on_exit=False) as ckpt:
+        history = History()
+        with pytest.raises(StateError, match="a history of another run"):
+            ckpt.history = history
+        assert history.seen == []
+
+
 def test_an_item_that_is_not_required_and_does_not_fit_is_left_alone_by_a_resume(tmp_path: Path) -> None:
     def parts(size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Linear(size, 2)

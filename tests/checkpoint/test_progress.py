@@ -288,13 +288,13 @@ def test_save_every_works_with_batches(tmp_path):
 def test_save_every_a_time_is_due_once_it_has_passed(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    for text, seconds in (("10m", 600), ("30s", 30), ("1.5h", 5400), ("2 m", 120)):
+    for text, seconds in (("10m", 600), ("30s", 30), ("1.5h", 5400), ("2 m", 120), ("1d", 86400)):
         interval = Interval(text)
         due = []
         for now in (1000.0, 1000.0 + seconds - 1, 1000.0 + seconds, 1000.0 + seconds + 1, 1000.0 + 2 * seconds):  # noqa: B007 - read by the clock
             due.append(interval.is_due(1, 1))
         assert due == [False, False, True, False, True], text
         now = 1000.0
-    for text in ("10", "m", "-1s", "1d", 1.5):
+    for text in ("10", "m", "-1s", "1w", 1.5):
         with pytest.raises(syckpt.StateError, match="expected a number of steps"):
             Interval(text)
