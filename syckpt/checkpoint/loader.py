@@ -162,27 +162,23 @@ def _read_into(targets: Sequence[torch.Tensor], dtype: str) -> torch.Tensor | No
 def _require_blobs(source: Source, numbers: Iterable[int]) -> None:
     """See to it that the blobs of tensors that were located are there, in their sizes. Raises: IntegrityError naming all that are not."""
     reader = source.content.reader
-    sizes: dict[str, int | None] = {}
-    asked: set[Any] = set()
+
+    def absent(places: Iterable[Place]) -> list[bool]:
+        """Say of each place whether a blob that it needs is not there."""
+        needed = [[place.blob] if place.base is None else [place.blob, place.base.blob] for place in places]
+        lost = reader.repository.absent_blobs((blob.key, blob.size) for blobs in needed for blob in blobs)
+        return [any(blob.key in lost for blob in blobs) for blobs in needed]
+
+    near = [(stored.path, place) for stored in map(source.entries.__getitem__, numbers) for _, _, place in stored.near]
+    near = [found for found, is_absent in zip(near, absent(place for _, place in near), strict=True) if is_absent]
+    # Repack may have moved the bytes, and deleted the blob, since the locations were read.
+    for place in {place.owner: place for _, place in near}.values():
+        reader.moved(place)
+    still = absent(reader.place_of(place.owner, place.number) for _, place in near)
     wrong: dict[str, str] = {}
-
-    def is_there(place: Place) -> bool:
-        blobs = [place.blob] if place.base is None else [place.blob, place.base.blob]
-        for blob in blobs:
-            if blob.key not in sizes:
-                sizes[blob.key] = reader.repository.store.size(blob.key)
-        return all(sizes[blob.key] == blob.size for blob in blobs)
-
-    for stored in (source.entries[number] for number in numbers):
-        for _, _, place in stored.near:
-            if place.blob.key in wrong or is_there(place):
-                continue
-            if place.owner not in asked:
-                # Repack may have moved the bytes, and deleted the blob, since the locations were read.
-                asked.add(place.owner)
-                reader.moved(place)
-            if not is_there(reader.place_of(place.owner, place.number)):
-                wrong[place.blob.key] = nodes.format_path(stored.path)
+    for (path, place), is_absent in zip(near, still, strict=True):
+        if is_absent:
+            wrong.setdefault(place.blob.key, nodes.format_path(path))
     if wrong:
         found = "; ".join(f"{key} (of {path})" for key, path in wrong.items())
         raise IntegrityError(f"commit {source.commit.id}: missing or of another size: {found}; nothing was changed; run `syckpt verify`")

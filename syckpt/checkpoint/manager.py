@@ -11,48 +11,46 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from syckpt.checkpoint.broadcast import Broadcast
-from syckpt.checkpoint.export import export
+from syckpt.checkpoint.course import Course
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.keys import Keys
+from syckpt.checkpoint.leaving import close_quietly, leave, save_finally
 from syckpt.checkpoint.ledger import Ledger
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.loads import Loads
+from syckpt.checkpoint.past import Past
 from syckpt.checkpoint.process import Settings
 from syckpt.checkpoint.progress import Interval, Progress
 from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.saves import Request, Saves
-from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
-from syckpt.checkpoint.standing import Standing, text_of
-from syckpt.checkpoint.start import Arguments, Seat, agree_on_start
-from syckpt.dataloader import StatefulSampler
+from syckpt.checkpoint.standing import Standing
+from syckpt.checkpoint.start import Arguments, Seat, agree_on_start, rule_of
 from syckpt.dist.coordinator import Coordinator, connect
-from syckpt.errors import IntegrityError, StateError, SyckptError
+from syckpt.errors import StateError, SyckptError
 from syckpt.hyperparams.config import HyperConfig
 from syckpt.objects.commit import Commit
-from syckpt.repo import branches, graph, history
-from syckpt.repo.collection import Collection, collect
-from syckpt.repo.difference import Diff, diff
+from syckpt.repo.collection import Collection
+from syckpt.repo.difference import Diff
 from syckpt.repo.reader import Reader
-from syckpt.repo.retention import Retained, Retention, retain
-from syckpt.repo.signing import KeyFile, require_signed
-from syckpt.repo.similarity import Similar, similar
-from syckpt.repo.verify import VerifyReport, verify
+from syckpt.repo.retention import Retained, Retention
+from syckpt.repo.signing import KeyFile
+from syckpt.repo.similarity import Similar
+from syckpt.repo.verify import VerifyReport
 from syckpt.stores.base import StoreSpec, parse_root
 
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syckpt")
-_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -93,24 +91,21 @@ class CheckpointManager:
     ) -> None:
         """Open (or make) the repository `root/.syckpt` and pick what to resume from; no tensor is read yet.
 
-        Without a root (`CheckpointManager(CheckpointManager.Config(...))`) see `checkpoint.rootless`.
-        Raises: StateError for arguments, IntegrityError when the branch has commits but none is whole, StoreError.
+        Collective: every rank makes its manager, with the same arguments. `timeout_s`, in seconds, bounds each wait for other ranks and for
+        the writer. Without a root (`CheckpointManager(CheckpointManager.Config(...))`) see `checkpoint.rootless`.
+        Raises: StateError for arguments; IntegrityError when the branch has commits but none is whole, or the one found is not signed by
+        one of `trusted_keys`; NotFoundError (`base`); CoordinationError (ranks differ, or share no directory); StoreError.
         """
-        _one_of("run_mode", run_mode, ("append", "new_branch", "overwrite"))
-        _one_of("when_busy", when_busy, ("wait", "skip", "raise"))
-        _one_of("on_error", on_error, ("raise", "warn"))
         assert root is not None
         assert not isinstance(root, Config)
         self._config = config or Config()
         self._maximize = maximize
-        self._rule = _rule(keep, max_to_keep)
+        rule = rule_of(keep, max_to_keep)
         self._async_save = async_save
         self._save_on_exit = save_on_exit
-        self._interval = Interval(save_every)
-        self._since_look, self._next_look = 0, 1
+        interval = Interval(save_every)
         self._timeout_s = timeout_s
         self._items = Items(self._config)
-        self._followed: tuple[StatefulSampler | None, Callable[[], None] | None] = (None, None)
         self._progress = Progress()
         self._hyper: HyperConfig | None = None
         self._closed = False
@@ -155,7 +150,8 @@ class CheckpointManager:
         if start.resumed is not None:
             self._resumption.take_over(self._repository.read_commit(start.resumed), afresh=start.afresh)
         self._seat = seat = Seat(self._repository, start, rank=self._coordinator.rank)
-        self._saver = Saver(self._repository, self._settings(spec, start.token), reopen=seat.reopen, on_settled=self._ledger.settle)
+        self._saver = Saver(self._repository, self._settings(spec, start.token, rule), reopen=seat.reopen, on_settled=self._ledger.settle)
+        self._course = Course(self._coordinator, self._items, self._progress, self._resumption, self._saver, interval=interval)
         self._standing = Standing(
             self._repository,
             self._coordinator,
@@ -164,6 +160,16 @@ class CheckpointManager:
             self._ledger,
             self._progress,
             seat,
+            maximize=maximize,
+        )
+        self._past = Past(
+            self._repository,
+            self._coordinator,
+            self._saver,
+            self._ledger,
+            self._standing,
+            trusted=self._keys.trusted,
+            rule=rule,
             maximize=maximize,
         )
         self._saves = Saves(
@@ -180,9 +186,9 @@ class CheckpointManager:
             when_busy=when_busy,
         )
         # Also run at the interpreter's exit: what was handed over becomes durable, and its failure is heard of.
-        self._finalizer = weakref.finalize(self, _close_quietly, self._saver, self._ledger, os.getpid())
+        self._finalizer = weakref.finalize(self, close_quietly, self._saver, self._ledger, os.getpid())
 
-    def _settings(self, spec: StoreSpec, token: str) -> Settings:
+    def _settings(self, spec: StoreSpec, token: str, rule: Retention | None) -> Settings:
         idle = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - torch.get_num_threads()
         return Settings(
             spec=spec,
@@ -194,7 +200,7 @@ class CheckpointManager:
             rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
             signer=self._keys.signer,
-            retention=None if self._rule is None else self._rule.to_wire(maximize=self._maximize),
+            retention=None if rule is None else rule.to_wire(maximize=self._maximize),
         )
 
     # -- registering -------------------------------------------------------------------------------------------------
@@ -225,51 +231,38 @@ class CheckpointManager:
     def register(self, name: str, obj: Any) -> None:
         """Make an object or value part of every commit, and restore it if a commit with it is being resumed.
 
-        The second time a name is assigned, the value replaces the first and nothing is restored.
-        Raises: StateError for a name of the API, or a state that does not fit; IntegrityError when no commit is whole.
+        The object stays the caller's; every save reads it as it is then. Restoring fills tensors in place, also a module's, and hands the
+        rest to `load_state_dict`; a plain value is replaced by the saved one: read it as `ckpt.<name>`. The second time a name is assigned,
+        the value replaces the first and nothing is restored.
+        Raises: StateError for a name of the API, or a state that does not fit, before anything is touched; IntegrityError when no commit is
+        whole; what the object's own `load_state_dict` raises.
         """
         if isinstance(name, str) and hasattr(type(self), name):
             raise StateError(f"{name!r} is a name of CheckpointManager itself; register the item under another one")
         known = name in self._items
         self._items.put(name, obj)
-        self._follow_sampler(name)
+        self._course.follow_sampler(name)
         if known:
             return
         try:
             self._resumption.restore(name)
         except BaseException:
             self._items.remove(name)  # The next one of that name is a first one, and restored.
-            self._follow_sampler()
+            self._course.follow_sampler()
             raise
 
     def unregister(self, name: str) -> None:
-        """Leave an item out of later commits. Raises: StateError."""
+        """Leave an item out of later commits; the object stays as it is. Raises: StateError for a name that is not registered."""
         self._items.remove(name)
-        self._follow_sampler()
+        self._course.follow_sampler()
         self._resumption.forget(name)
-
-    def _follow_sampler(self, name: str | None = None) -> None:
-        """Hear of the iterations of the sampler that steps advance, and of no other one's; `name` was just registered."""
-        sampler, (before, hook) = self._items.sampler, self._followed
-        if sampler is not before:
-            if before is not None and before.on_first_index is hook:
-                before.on_first_index = None
-            # A weak reference: the sampler may outlive the manager, and must not keep it.
-            hook = _weakly(self._resumption.first_index)
-            if sampler is not None:
-                sampler.on_first_index = hook
-            self._followed = sampler, hook
-        if name is not None and isinstance(self._items[name], StatefulSampler) and self._items[name] is not sampler:
-            first = next(other for other in self._items.names() if self._items[other] is sampler)
-            _log.warning(
-                "steps advance the sampler %r, which was registered first; %r is saved as it stands. Register the training one first",
-                first,
-                name,
-            )
 
     @property
     def config(self) -> HyperConfig:
-        """Hyper-parameters of this run; assign a mapping. A resume never overwrites what was assigned."""
+        """Hyper-parameters of this run, the resumed commit's until a mapping is assigned, which a resume never overwrites.
+
+        A mapping is copied, a `HyperConfig` is kept; the first save freezes it. Raises: StateError for what is no configuration.
+        """
         if self._hyper is None:
             self._hyper = HyperConfig(self.resumed.config if self.resumed is not None else {})
         return self._hyper
@@ -303,7 +296,9 @@ class CheckpointManager:
         """Restore the random streams now and return the report of the resume.
 
         `loop` and `batches` do this at the right moment by themselves: before an epoch's first draw, or, in an epoch that is entered
-        again, after the DataLoader's iterator exists (making it draws a base seed). Call it in scripts that use neither.
+        again, after the DataLoader's iterator exists (making it draws a base seed). Call it in scripts that use neither. The global streams
+        of Python, NumPy and torch are overwritten. Collective the first time: the branch is taken.
+        Raises: ConflictError when somebody else writes the branch; IntegrityError; StateError for items that do not fit.
         """
         self._begin()
         self._resumption.restore_streams()
@@ -311,12 +306,12 @@ class CheckpointManager:
 
     @property
     def resumed(self) -> Commit | None:
-        """The commit that this manager goes on from, or None."""
+        """The commit that this manager goes on from, or None; after `goto` and its like, the one that was gone to."""
         return self._resumption.commit
 
     @property
     def last_report(self) -> LoadReport:
-        """What the last load, or the resume, did and did not do."""
+        """What the last `load`, or without one the resume, did and did not do; its lists grow while items are registered."""
         return self._report or self._resumption.report
 
     # -- progress ----------------------------------------------------------------------------------------------------
@@ -349,23 +344,11 @@ class CheckpointManager:
     def loop(self, epochs: int | None = None) -> Iterator[int]:
         """Yield the epochs still to do, up to `epochs` in all (None: without end); one that was cut off is entered again.
 
-        On a branch that `create_branch` made, `epochs` counts from the fork. A `goto` inside goes on with the epoch that it leads to.
+        On a branch that `create_branch` made, `epochs` counts from the fork. A `goto` inside goes on with the epoch that it leads to. The
+        registered sampler is told of each epoch, and random streams are restored before its first draw.
+        Raises, when iterated: StateError for `epochs`; as `restore`; what a background save failed with.
         """
-        if epochs is not None and (type(epochs) is not int or epochs < 0):
-            raise StateError(f"loop({epochs!r}): expected a number of epochs, or None for no end")
-        while True:
-            self._begin()  # Again each time: the body may have gone to another branch.
-            epoch = self._progress.next_epoch
-            if epochs is not None and epoch >= self._progress.first_epoch + epochs:
-                return
-            self._progress.enter(epoch, self._items.sampler)
-            self._resumption.begin_epoch()
-            moves = self._progress.moves
-            yield epoch
-            if moves == self._progress.moves:
-                self._progress.leave()
-                if self._progress.unseen:  # The body left an iteration of `batches` behind a step.
-                    self._after_step()
+        return self._course.loop(epochs, begin=self._begin, save=self.save)
 
     def step_up(self, n: int = 1, *, batches: int | None = None) -> None:
         """Count `n` optimizer steps, after they were made, and `batches` micro-batches (default: n) as consumed.
@@ -373,59 +356,16 @@ class CheckpointManager:
         Raises: StateError when random streams are still to be restored, or `batches()` is counting; what a background save failed with.
         """
         self._begin()
-        self._progress.count_by("step_up")
-        if self._resumption.streams_pending:
-            raise StateError(
-                "a step was made before the random streams of the resumed commit were restored: iterate with ckpt.loop() or"
-                " ckpt.batches(), or call ckpt.restore() before the first draw"
-            )
-        self._progress.advance(n, n if batches is None else batches, self._items.sampler)
-        self._after_step()
+        self._course.step_up(n, batches, save=self.save)
 
     def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
         """Iterate a loader, counting each batch when its body begins, and a step every `accumulate` batches.
 
         Random streams are restored where they have to be, also with persistent workers. Where the body goes to another commit (`goto`,
-        `checkout_branch`), the iteration ends: what is left of it belongs to where the run was.
+        `checkout_branch`), the iteration ends: what is left of it belongs to where the run was. Batches are the loader's, untouched.
+        Raises, when iterated: StateError for `accumulate`, or where `step_up()` counts; as `restore`; what a background save failed with.
         """
-        self._begin()
-        self._progress.count_by("batches")
-        if type(accumulate) is not int or accumulate < 1:
-            raise StateError(f"accumulate={accumulate!r}: expected a number of batches, at least 1")
-        # An epoch that is entered again makes its steps where they would have been.
-        done = self._progress.batch_idx if self._progress.at_resume else 0
-        iterator = self._resumption.iterate(loader)
-        self._progress.entered = True
-        moves = self._progress.moves
-        for number, batch in enumerate(iterator, start=done + 1):
-            at_boundary = number % accumulate == 0
-            self._progress.advance(1 if at_boundary else 0, 1, self._items.sampler)
-            yield batch
-            if moves != self._progress.moves:
-                return
-            if at_boundary:
-                self._after_step()
-        self._progress.entered = False
-
-    def _after_step(self) -> None:
-        self._saver.pump()
-        if self._is_due(self._progress.take_unseen()):
-            self.save()
-
-    def _is_due(self, steps: int) -> bool:
-        """Whether `save_every` asks for a save now; by time, rank 0's clock says so for all, at steps that it has announced."""
-        interval, coordinator = self._interval, self._coordinator
-        if coordinator.world_size == 1 or not interval.by_clock:
-            return interval.is_due(self._progress.step, steps)
-        self._since_look += steps
-        if self._since_look < self._next_look:
-            return False
-        mine: dict[str, Any] = {}
-        if coordinator.rank == 0:
-            mine = {"due": interval.is_due(self._progress.step, steps), "wait": interval.steps_to_wait(self._since_look)}
-        told = coordinator.broadcast("save_every", mine, at=f"step {self._progress.step}")
-        self._since_look, self._next_look = 0, told["wait"]
-        return bool(told["due"])
+        return self._course.batches(loader, accumulate, begin=self._begin, save=self.save)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -442,10 +382,13 @@ class CheckpointManager:
     ) -> PendingCommit | None:
         """Commit the registered items, or exactly `payload`; return as soon as the caller may change its tensors.
 
-        `checkpoint_id` names the commit. With `wait`, or `async_save=False`, it is durable on return.
+        Collective. Nothing of the caller's is changed or kept. `checkpoint_id` names the commit, `tags` are further names, for good.
+        `metric` is a number, or a tensor of one element. `epoch_end` says whether the epoch is done, where no sampler knows it.
+        With `wait`, or `async_save=False`, it is durable on return.
         Returns None for a save that was skipped (`when_busy="skip"`).
         Raises: what an earlier background save failed with; StateError for what cannot be carried, naming its path; ConflictError for a
-        name that is taken, or (`when_busy="raise"`) when two saves are in hand.
+        name that is taken, a branch that somebody else writes, or (`when_busy="raise"`) when two saves are in hand; CoordinationError when
+        ranks, or the writer, do not come in time.
         """
         started = time.perf_counter()
         self._saver.pump()
@@ -466,7 +409,11 @@ class CheckpointManager:
         return pending
 
     def prewarm(self, payload: Mapping[str, Any] | None = None) -> None:
-        """Start the writer and make the memory for saves of the registered items (or of `payload`) now, so that the first save is quick."""
+        """Start the writer and make the memory for saves of the registered items (or of `payload`) now, so that the first save is quick.
+
+        Nothing is saved or kept. Collective the first time, as `restore`. Raises: as `restore`; StateError for what cannot be carried;
+        CoordinationError when the writer is not ready in time; StoreError without the memory.
+        """
         self._begin()
         self._saves.prewarm(payload)
 
@@ -478,11 +425,13 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until every save is durable. Raises: what one of them failed with; CoordinationError after `timeout_s`."""
-        self._saver.wait_for(None, timeout_s=None)
-        self._ledger.raise_failure()
+        self._past.wait()
 
     def close(self) -> None:
-        """Wait for the saves in hand, end the writer, give the branch back. Raises: what a save failed with."""
+        """Wait for the saves in hand, end the writer, give the branch back; registered objects stay as they are. Again, it does nothing.
+
+        Raises: what a save failed with; CoordinationError when one is not durable in time (then all is given back nevertheless).
+        """
         if self._closed or self._saver.is_inherited:
             return
         self._closed = True
@@ -502,41 +451,16 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._saver.is_inherited:
             return  # A forked child leaves; the manager is its parent's.
-        if kind is None:
-            try:
-                earlier = self._final_save()
-            except BaseException as exc:
-                self._close_logged(type(exc).__name__)
-                raise
-            self.close()
-            if earlier is not None:
-                raise earlier
-            return
-        # Half-updated state is never saved; what was handed over before is.
-        self._close_logged(kind.__name__)
+        leave(kind, close=self.close, final_save=self._final_save)
 
     def _final_save(self) -> Exception | None:
         """Save what no commit has; return the failure of an earlier save that is still to be raised, which does not prevent this one."""
         if self._closed or not self._standing.used or not self._save_on_exit:
             return None
-        self._saver.wait_for(None, timeout_s=None)
-        earlier: Exception | None = None
-        try:
-            self._ledger.raise_failure()
-        except Exception as exc:  # noqa: BLE001 - also what a callback raised
-            earlier = exc
-        if self._has_unsaved():
-            self.save(message="exit")
-        return earlier
+        return save_finally(self._saver, self._ledger, save=lambda: self.save(message="exit") if self._has_unsaved() else None)
 
     def _has_unsaved(self) -> bool:
         return self._ledger.lost or self._progress.advanced(self._items.sampler)
-
-    def _close_logged(self, leaving_by: str) -> None:
-        try:
-            self.close()
-        except Exception as exc:  # noqa: BLE001 - also what a callback raised; what the script leaves by is what propagates
-            _log.error("while leaving by %s: %s", leaving_by, exc)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -554,7 +478,9 @@ class CheckpointManager:
         """Read a commit: into live targets in place (`into`), or as new CPU tensors. See `syckpt.load`.
 
         Waits for this manager's own saves first. Random streams and counters are left alone. Collective: what does not fit on one rank is
-        raised on all, before anything is touched; so is damage that one of them reads.
+        raised on all, before anything is touched; so is damage that one of them reads: targets then hold old or exact values, never wrong
+        ones. Tensors of `into` stay the caller's, in their shapes, dtypes and devices; what comes back new is the caller's too.
+        Raises: NotFoundError, StateError listing everything that does not fit, IntegrityError.
         """
         how_far = ("" if into is None else " into targets") + (", dry_run" if dry_run else "")
         commit = self._standing.commit(rev, call="load()", more=how_far)
@@ -567,7 +493,8 @@ class CheckpointManager:
     def goto(self, rev: str) -> None:
         """Bring the registered items, the counters and the random streams to a commit; the next save follows it. Never falls back.
 
-        Inside an iteration of a DataLoader, leave that iteration afterwards: the sampler has moved.
+        Collective. Tensors are filled in place, as in `register`. Inside an iteration of a DataLoader, leave that iteration afterwards: the
+        sampler has moved.
         Raises: NotFoundError, IntegrityError, StateError listing what does not fit (then nothing was touched).
         """
         self._require_open()
@@ -578,7 +505,7 @@ class CheckpointManager:
 
         Progress that no commit has is committed first, on the branch that is left; so is the registered state without any commit yet.
         A branch that exists (a script that runs again) is gone on with: its tip is restored; where nothing was saved on it yet, the state
-        stays, as it did when the branch was made. `loop(epochs=n)` then counts n from the fork.
+        stays, as it did when the branch was made. `loop(epochs=n)` then counts n from the fork. Collective.
         Raises: ConflictError for the name of a tag or commit; NotFoundError; StateError.
         """
         self._require_open()
@@ -590,7 +517,10 @@ class CheckpointManager:
         self._standing.create_branch(name, at, **how, unsaved=self._standing.used and self._has_unsaved())
 
     def checkout_branch(self, name: str) -> None:
-        """Save what is unsaved, write another branch from now on and restore its tip. Raises: NotFoundError."""
+        """Save what is unsaved, write another branch from now on and restore its tip, as `goto` does. Collective.
+
+        Raises: NotFoundError, StateError listing what does not fit (then nothing was touched), IntegrityError; what a save failed with.
+        """
         self._require_open()
         self._standing.checkout_branch(name, save_unsaved=lambda: self._save_unsaved(name))
 
@@ -604,123 +534,78 @@ class CheckpointManager:
             pending.result()  # A failure is raised also where others are only logged: the state would be lost.
 
     def delete_branch(self, name: str) -> None:
-        """Delete a branch other than the one that is written. Raises: NotFoundError, ConflictError (it is written, here or elsewhere)."""
+        """Delete a branch other than the one that is written; `name@{1}` leads to its commits as long as `gc` leaves them. Collective.
+
+        Raises: NotFoundError, ConflictError (it is written, here or elsewhere).
+        """
         self._require_open()
         self._standing.delete_branch(name)
 
     def list_branches(self) -> list[str]:
-        """Return the names of all branches that have a commit, sorted, after waiting for this manager's own saves."""
-        self.wait()
-        return branches.names(self._repository)
+        """Return the names of all branches that have a commit, sorted, after waiting for this manager's own saves. Raises: as `wait`."""
+        return self._past.branches()
 
     def tag(self, name: str, rev: str = "HEAD") -> None:
-        """Name a commit for good: retention keeps it. Raises: ConflictError for a tag that exists, NotFoundError."""
+        """Name a commit for good: retention keeps it. Collective. Raises: ConflictError (a tag that exists), NotFoundError, StateError."""
         self._require_open()
         self._standing.tag(name, rev)
 
     def log(self, n: int | None = None) -> list[Commit]:
-        """Return up to `n` commits of this branch, newest first, after waiting for this manager's own."""
-        self.wait()
-        return history.log(self._repository, count=n, branch=self.branch)
+        """Return up to `n` commits of this branch (None: all), newest first, after waiting for this manager's own.
+
+        Raises: as `wait`; IntegrityError.
+        """
+        return self._past.log(n)
 
     def diff(self, a: str, b: str = "HEAD") -> Diff:
-        """Return in what two commits differ: configuration, counters, tensors. Tensors are read only where their boxes differ."""
-        return diff(self._repository, self._commit(a), self._commit(b), reader=Reader(self._repository, trusted=self._keys.trusted))
+        """Return in what two commits differ: configuration, counters, tensors. Tensors are read only where their boxes differ.
+
+        Waits for this manager's own saves first. Raises: as `wait`; NotFoundError, IntegrityError.
+        """
+        return self._past.diff(a, b)
 
     def similar(self, config: Mapping[str, Any] | None = None, k: int = 5) -> list[Similar]:
-        """Return the `k` commits whose configurations are most like `config` (default: this run's)."""
-        self.wait()
-        return similar(self._repository, self.config if config is None else HyperConfig(config), k=k)
+        """Return the `k` commits whose configurations are most like `config` (default: this run's), the nearest first.
+
+        Waits for this manager's own saves first. Raises: as `wait`; StateError for what is no configuration; IntegrityError.
+        """
+        return self._past.similar(self.config if config is None else HyperConfig(config), k)
 
     def print_tree(self) -> None:
-        """Print the history of all branches as a graph."""
-        self.wait()
-        print(graph.tree(self._repository, head=self.branch))
+        """Print the history of all branches as a graph, after waiting for this manager's own saves. Raises: as `wait`; IntegrityError."""
+        print(self._past.tree())
 
     def export_ckpt(self, rev: str, path: str | os.PathLike[str]) -> None:
-        """Write a commit as one file that `torch.load(path, weights_only=True)` reads; rank 0 writes, all ranks may call."""
-        commit = self._standing.commit(rev, call="export_ckpt()")
-        self._on_rank_0("export_ckpt()", lambda: export(Source(Reader(self._repository, trusted=self._keys.trusted), commit), path))
+        """Write a commit as one file that `torch.load(path, weights_only=True)` reads. Collective: rank 0 writes, the others wait.
+
+        Raises: as `wait`; NotFoundError, IntegrityError, StateError for what such a file cannot say.
+        """
+        self._require_open()
+        self._past.export(rev, path)
 
     def retain(self, *, dry_run: bool = False) -> Retained | None:
         """Apply `keep=` to this branch now, as after each save; with `dry_run`, only plan. Returns what was done, on rank 0.
 
-        Raises: StateError without a rule, IntegrityError (then nothing was dropped).
+        Collective: rank 0 does it, the others wait.
+        Raises: as `wait`; StateError without a rule; IntegrityError (then nothing was dropped).
         """
-        rule = self._rule
-        if rule is None:
-            raise StateError("retain(): no rule says what to keep; make the manager with keep=Retention(...) or max_to_keep=...")
-        return self._on_rank_0("retain()", lambda: retain(self._repository, self.branch, rule, maximize=self._maximize, dry_run=dry_run))
+        self._require_open()
+        return self._past.retain(dry_run=dry_run)
 
     def gc(self, *, dry_run: bool = False) -> Collection | None:
-        """Remove what nothing leads to; with `dry_run`, only plan. Returns what was done, on rank 0. Raises: IntegrityError."""
-        return self._on_rank_0("gc()", lambda: collect(self._repository, dry_run=dry_run))
+        """Remove what nothing leads to; with `dry_run`, only plan. Returns what was done, on rank 0.
 
-    def _on_rank_0(self, call: str, work: Callable[[], _T]) -> _T | None:
-        """Do work that is rank 0's alone, after this manager's own saves; the others wait for it, and hear of its failure."""
+        Collective: rank 0 does it, the others wait. Raises: as `wait`; IntegrityError (then nothing was removed).
+        """
         self._require_open()
-        error: Exception | None = None
-        done: _T | None = None
-        try:
-            self.wait()
-            if self._coordinator.rank == 0:
-                done = work()
-        except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
-            error = exc
-        self._coordinator.barrier(call, error=error)
-        return done
+        return self._past.collect(dry_run=dry_run)
 
     def verify(self, rev: str = "HEAD") -> VerifyReport:
-        """Read and check every byte of a commit, after waiting for this manager's own saves."""
-        commit = self._commit(rev)
-        report = verify(self._repository, commit.id, mark=True)
-        if self._keys.trusted is not None:
-            try:
-                require_signed(self._repository, commit, self._keys.trusted)
-            except IntegrityError as exc:
-                report.add(str(exc), commit.id)
-        return report
+        """Read and check every byte of a commit, after waiting for this manager's own saves; one that is damaged is marked so.
 
-    def _commit(self, rev: str) -> Commit:
-        """Return the commit that a revision names, for this rank alone, after waiting for this manager's own saves."""
-        self.wait()
-        return history.resolve(self._repository, text_of(rev), branch=self.branch, maximize=self._maximize)
-
-
-def _rule(keep: Retention | None, max_to_keep: int | None) -> Retention | None:
-    """Return what retention is to keep; None keeps everything. Raises: StateError."""
-    if keep is not None and max_to_keep is not None:
-        raise StateError(f"keep={keep} and max_to_keep={max_to_keep}: give one of the two; max_to_keep=n is Retention(last=n)")
-    if keep is not None and not isinstance(keep, Retention):
-        raise StateError(f"keep={keep!r}: expected syckpt.Retention(last=..., best=..., every_steps=..., every=...)")
-    return keep if max_to_keep is None else Retention(last=max_to_keep)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        live = reference()
-        if live is not None:
-            live()
-
-    return call
-
-
-def _close_quietly(saver: Saver, ledger: Ledger, pid: int) -> None:
-    """For a manager that was never closed: its saves become durable all the same, and failures are at least logged."""
-    if os.getpid() != pid:
-        return
-    try:
-        saver.close()
-        ledger.raise_failure()
-    except Exception as exc:  # noqa: BLE001 - also what a callback raised
-        _log.error("a save of a manager that was not closed failed: %s", exc)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        What is wrong is in the report. Raises: as `wait`; NotFoundError.
+        """
+        return self._past.verify(rev)
 
 
 # `__new__` only tells the two kinds of managers apart; what can be given is what `__init__` says.

@@ -6,11 +6,12 @@ import logging
 
 from syckpt.errors import IntegrityError, NotFoundError, StoreError
 from syckpt.objects.commit import Commit
+from syckpt.repo.keys import mark_key
 from syckpt.repo.repository import Repository
 from syckpt.repo.signing import Trusted, require_signed
 from syckpt.repo.transaction import newest_readable
 
-__all__ = ["WAYS_ON", "newest_whole"]
+__all__ = ["WAYS_ON", "newest_whole", "share"]
 
 _log = logging.getLogger("syckpt")
 
@@ -21,12 +22,13 @@ WAYS_ON = (
 )
 
 
-def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None = None) -> Commit | None:
+def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None = None, readers: int = 1) -> Commit | None:
     """Return the newest commit of a branch whose structure is whole; None for a branch without commits.
 
     Goes back along parents, and where a commit cannot be read, along the branch's records. Every one that is passed over is logged, and
     marked damaged so that the next restart does not try it again. With `trusted`, one of these keys must have signed it; a commit that is
-    whole but not signed is not passed over: going on from an older one is what an attacker might want.
+    whole but not signed is not passed over: going on from an older one is what an attacker might want. Of several `readers` this one is
+    the first, and checks its `share` alone; the others are to check theirs.
     Raises: IntegrityError when there are commits but none is whole, or the one found is not signed.
     """
     record, damage = newest_readable(repository, branch)
@@ -47,7 +49,7 @@ def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None
             commit = repository.read_commit(commit_id, seal=seal)
             if commit.damaged:
                 raise IntegrityError(f"commit {commit_id} was found damaged before: {_why(repository, commit_id)}")
-            repository.check_whole(commit)
+            repository.check_whole(commit, ranks=share(commit, 0, readers))
         except (IntegrityError, NotFoundError) as exc:
             _log.error("commit %s cannot be resumed from: %s", commit_id, exc)
             tried.append(f"{commit_id}: {exc}")
@@ -66,6 +68,11 @@ def newest_whole(repository: Repository, branch: str, *, trusted: Trusted | None
         number, commit_id, seal = older
 
 
+def share(commit: Commit, reader: int, readers: int) -> range:
+    """Return the ranks of whose part of a commit a reader checks that it is whole: each part has one of the readers."""
+    return range(reader, commit.world_size, readers)
+
+
 def _lost(repository: Repository, branch: str) -> list[str]:
     """Return what shows that records after the newest one were lost: the copy for people may name a later commit."""
     try:
@@ -76,7 +83,7 @@ def _lost(repository: Repository, branch: str) -> list[str]:
 
 
 def _why(repository: Repository, commit: str) -> str:
-    key, why = f"objects/{commit}.damaged", repository.why(commit, "damaged")
+    key, why = mark_key(commit, "damaged"), repository.why(commit, "damaged")
     if why is None:
         return f"{key} does not say why"
     return f"{key} says {why}; `syckpt verify {commit}` removes that mark if it finds the commit whole again"

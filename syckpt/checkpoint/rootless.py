@@ -14,6 +14,7 @@ from typing import Any
 
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.keys import Keys
+from syckpt.checkpoint.leaving import leave
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.manager import CheckpointManager
 from syckpt.checkpoint.saver import PendingCommit
@@ -181,10 +182,7 @@ class PathManager(CheckpointManager):
                 stack.callback(manager.close)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._close_logged(kind.__name__)
+        leave(kind, close=self.close)
 
     def _manager(self, folder: str) -> CheckpointManager:
         """Return the manager of a directory, made when it is first asked for. Collective."""

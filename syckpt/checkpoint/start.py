@@ -11,26 +11,33 @@ from itertools import count
 from typing import Any
 
 from syckpt.checkpoint.keys import Keys
-from syckpt.checkpoint.resume import newest_whole
+from syckpt.checkpoint.resume import newest_whole, share
 from syckpt.dist import topology
 from syckpt.dist.coordinator import Coordinator
-from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, SyckptError
+from syckpt.errors import ConflictError, CoordinationError, IntegrityError, NotFoundError, StateError, SyckptError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.repo import branches, documents, history, leases
+from syckpt.repo.keys import hello_key
 from syckpt.repo.repository import Repository
+from syckpt.repo.retention import Retention
 from syckpt.repo.signing import Trusted, require_signed
 from syckpt.repo.transaction import Hold, newest_readable, open_branch
 from syckpt.stores.base import StoreSpec
 
-__all__ = ["Arguments", "Seat", "Start", "agree_on_start"]
+__all__ = ["Arguments", "Seat", "Start", "agree_on_start", "rule_of"]
 
 _log = logging.getLogger("syckpt")
+_CHOICES = {
+    "run_mode": ("append", "new_branch", "overwrite"),
+    "when_busy": ("wait", "skip", "raise"),
+    "on_error": ("raise", "warn"),
+}
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What has to be the same on all ranks."""
+    """What has to be the same on all ranks. Raises: StateError for what is none of the choices."""
 
     root: str
     branch: str | None
@@ -47,6 +54,20 @@ class Arguments:
     timeout_s: float
     read: str = "ranged"
     check_replicas: str = "sampled"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise StateError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def rule_of(keep: Retention | None, max_to_keep: int | None) -> Retention | None:
+    """Return what retention is to keep; None keeps everything. Raises: StateError."""
+    if keep is not None and max_to_keep is not None:
+        raise StateError(f"keep={keep} and max_to_keep={max_to_keep}: give one of the two; max_to_keep=n is Retention(last=n)")
+    if keep is not None and not isinstance(keep, Retention):
+        raise StateError(f"keep={keep!r}: expected syckpt.Retention(last=..., best=..., every_steps=..., every=...)")
+    return keep if max_to_keep is None else Retention(last=max_to_keep)
 
 
 @dataclass(frozen=True)
@@ -117,23 +138,32 @@ def agree_on_start(
             if differing:
                 told = ", ".join(f"{name}={other[name]!r} (rank 0: {values[0][name]!r})" for name in differing)
                 raise CoordinationError(f"rank {rank} made its manager with {told}: give all ranks the same")
-        return asdict(_choose(spec, arguments, given.trusted, several=coordinator.world_size > 1))
+        return asdict(_choose(spec, arguments, given.trusted, readers=coordinator.world_size))
 
     start = Start(**coordinator.agree("CheckpointManager()", asdict(arguments), decide, error=given.error))
     repository: Repository | None = None
     error: SyckptError | None = None
+    damage: str | None = None
     try:
         repository = Repository.open(spec)
         _check_shared(repository, start, coordinator.rank)
+        damage = _damage(repository, start, coordinator)
     except NotFoundError as exc:
         error = CoordinationError(
             f"rank {coordinator.rank} does not see the directory that rank 0 uses ({exc}): all ranks need a shared one"
         )
     except SyckptError as exc:
         error = exc
+
+    def settle(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        found = [f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]]
+        return {"resumed": _older(repository, start, found, given.trusted) if found and repository is not None else start.resumed}
+
     try:
         if coordinator.world_size > 1:
-            coordinator.barrier("CheckpointManager()", error=error)
+            resumed = coordinator.agree("CheckpointManager()", {"damage": damage}, settle, error=error)["resumed"]
+            if resumed != start.resumed:
+                start = replace(start, resumed=resumed, parent=resumed)
         elif error is not None:
             raise error
     finally:
@@ -144,7 +174,7 @@ def agree_on_start(
     return repository, start
 
 
-def _choose(spec: StoreSpec, arguments: Arguments, trusted: Trusted | None, *, several: bool) -> Start:
+def _choose(spec: StoreSpec, arguments: Arguments, trusted: Trusted | None, *, readers: int) -> Start:
     """Rank 0: look at the repository."""
     repository = Repository.open_or_create(spec)
     branch = ids.check_name(arguments.branch, what="branch") if arguments.branch is not None else repository.head_branch()
@@ -161,13 +191,13 @@ def _choose(spec: StoreSpec, arguments: Arguments, trusted: Trusted | None, *, s
         if commit is not None and trusted is not None:
             require_signed(repository, commit, trusted)
     elif arguments.resume:
-        commit = newest_whole(repository, branch, trusted=trusted)
+        commit = newest_whole(repository, branch, trusted=trusted, readers=readers)
     parent = commit
     if parent is None and arguments.run_mode == "append":
         parent = _readable_tip(repository, branch)
     token, hello = secrets.token_hex(8), ""
-    if several:
-        hello = f"hello/{token}.json"
+    if readers > 1:
+        hello = hello_key(token)
         documents.write(repository.store, hello, {"kind": "hello", "version": 1})
     return Start(
         repository=repository.id,
@@ -237,6 +267,29 @@ def _fork_point(repository: Repository, arguments: Arguments) -> Commit | None:
             commit.step,
         )
     return commit
+
+
+def _damage(repository: Repository, start: Start, coordinator: Coordinator) -> str | None:
+    """Return what is wrong with this rank's share of the commit that is to be resumed; rank 0 chose it by its own."""
+    if start.resumed is None or start.forks or coordinator.rank == 0:
+        return None
+    try:
+        commit = repository.read_commit(start.resumed)
+        repository.check_whole(commit, ranks=share(commit, coordinator.rank, coordinator.world_size))
+    except (IntegrityError, NotFoundError) as exc:
+        return str(exc)
+    return None
+
+
+def _older(repository: Repository, start: Start, damage: Sequence[str], trusted: Trusted | None) -> str | None:
+    """Rank 0: pass over the commit that was chosen, and return the next one that is whole in the parts of all ranks."""
+    why = "; ".join(damage)
+    _log.error("commit %s cannot be resumed from: %s", start.resumed, why)
+    assert start.resumed is not None
+    if "dropped" not in repository.marks(start.resumed):  # Else nothing rotted: retention was at work meanwhile.
+        repository.mark(start.resumed, "damaged", why=why)
+    commit = newest_whole(repository, start.branch, trusted=trusted)
+    return None if commit is None else commit.id
 
 
 def _check_shared(repository: Repository, start: Start, rank: int) -> None:

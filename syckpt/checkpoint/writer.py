@@ -29,10 +29,11 @@ from syckpt.objects.layouts import LayoutTable
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Lease, Owner
 from syckpt.repo import documents, leases, owner
+from syckpt.repo.keys import layouts_key
 from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.receipts import Desk, Receipt
-from syckpt.repo.repository import Repository, layouts_key
+from syckpt.repo.repository import Repository
 from syckpt.repo.retention import Keeper, Retention
 from syckpt.repo.signing import Signer
 from syckpt.repo.transaction import Hold, Transaction, blobs_of, recover, refuse_if_fenced

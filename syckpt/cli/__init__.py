@@ -8,6 +8,7 @@ A SyckptError ends in one line on stderr and the exit status of its class (`syck
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -62,6 +63,12 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"syckpt.cli.{cmd_name}").command
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        near = [] if args[0] in _COMMANDS or ctx.resilient_parsing else difflib.get_close_matches(args[0], _COMMANDS, n=3)
+        if near:
+            raise click.UsageError(f"no such command {one_line(args[0])!r}; did you mean {' or '.join(near)}?", ctx)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -96,18 +103,19 @@ def main(ctx: click.Context, directory: str | None, as_json: bool) -> None:
     best; each followed by ~N (N commits earlier), a branch also by @{N} (N moves ago).
 
     \b
-    Exit status: 0 all is well, 1 it differs (diff --quiet), 2 wrong call, 3 not found,
-    4 conflict, 5 damaged, 6 a newer format, 7 the disk failed, 8 state does not fit, 9 coordination.
+    Exit status: 0 all is well, 1 it differs (diff --quiet), 2 wrong call,
+    3 not found, 4 conflict, 5 damaged, 6 a newer format, 7 the disk failed,
+    8 state does not fit, 9 coordination.
 
     \b
     Examples:
       syckpt log                       the commits of the experiment around here
       syckpt -C runs/exp1 log --graph --all
-      syckpt status                    who is writing, what is damaged, what to do next
+      syckpt status                    who writes, what is damaged, what to do
       syckpt show best                 the commit with the lowest metric, in full
       syckpt diff HEAD~1 HEAD          what the last save changed
       syckpt branch wide --at main~3   a branch that begins three commits back
-      syckpt ls HEAD~3 model --long    files and tensors of an item, and how they are stored
+      syckpt ls HEAD~3 model --long    files and tensors of an item
       syckpt checkout best --to best/  the files of a commit
       syckpt verify                    read everything and check it
       syckpt help log                  a command's help

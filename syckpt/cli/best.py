@@ -7,7 +7,6 @@ import click
 from syckpt.cli import commits as shown
 from syckpt.cli import output
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
-from syckpt.errors import NotFoundError
 
 __all__ = ["command"]
 
@@ -35,11 +34,14 @@ def command(invocation: Invocation, rev: str, maximize: bool) -> None:
     commits = history.log(repository, rev)
     commit = history.best(commits, maximize=maximize)
     if commit is None:
-        raise NotFoundError(f"none of the {output.count(len(commits), 'commit')} of {rev} has a metric: give it as save(metric=...)")
+        raise history.without_metric(commits, rev)
     labels = Labels(repository)
     if invocation.as_json:
         output.echo_json(shown.record(commit, labels))
         return
     names = labels.text(commit)
-    line = f"{click.style(shown.short_id(commit.id), fg='yellow')}  {shown.facts(commit)}"
-    output.echo([f"{line}  {click.style(names, fg='green')}" if names else line])
+    line = f"{shown.short_id(commit.id)}  {shown.facts(commit)}"
+    styled = click.style(shown.short_id(commit.id), fg="yellow") + line[len(shown.short_id(commit.id)) :]
+    columns = output.width()
+    apart = "\n    " if columns is not None and len(line) + 2 + len(names) > columns else "  "
+    output.echo([f"{styled}{apart}{click.style(names, fg='green')}" if names else styled])

@@ -9,7 +9,7 @@ import click
 
 from syckpt.cli import commits as shown
 from syckpt.cli import output
-from syckpt.cli.invocation import Invocation, json_option, pass_invocation
+from syckpt.cli.invocation import Invocation, check_name, json_option, pass_invocation
 from syckpt.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -23,10 +23,12 @@ __all__ = ["command"]
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option("--at", "rev", metavar="REV", help="Where the new branch begins. Default: HEAD.")
 @click.option("-d", "--delete", "delete", is_flag=True, help="Delete the branch NAME.")
+@click.option("--default", "default", is_flag=True, help="Let HEAD name the branch NAME: scripts that name none begin with it.")
 @json_option
 @pass_invocation
-def command(invocation: Invocation, name: str | None, rev: str | None, delete: bool) -> None:
-    """List the branches (`*`: the one that HEAD names); with NAME make that branch, and with -d delete it.
+def command(invocation: Invocation, name: str | None, rev: str | None, delete: bool, default: bool) -> None:
+    """List the branches (`*`: the one that HEAD names); with NAME make that branch, with -d delete it, with --default let
+    HEAD name it.
 
     A script works on a branch by CheckpointManager(..., branch=NAME). Deleting a branch leaves its commits where they are until they
     are collected; until then NAME@{1} brings it back. HEAD's branch and one that is being written are not deleted.
@@ -39,20 +41,27 @@ def command(invocation: Invocation, name: str | None, rev: str | None, delete: b
       syckpt branch wide --at main~3      make `wide`, three commits before main
       syckpt branch -d wide               delete it
       syckpt branch wide --at wide@{1}    and bring it back
+      syckpt branch --default wide        scripts without branch= go on there
     """
     from syckpt.repo import branches, history
 
-    if name is None and (delete or rev is not None):
+    if name is None and (delete or default or rev is not None):
         raise click.UsageError("which branch? Name it: `syckpt branch NAME --at REV`, `syckpt branch -d NAME`")
-    if delete and rev is not None:
-        raise click.UsageError("--at says where a new branch begins: it does not go with -d")
+    if (delete or default) and rev is not None:
+        raise click.UsageError("--at says where a new branch begins: it does not go with -d and --default")
+    if delete and default:
+        raise click.UsageError("-d deletes a branch, and --default goes on with it: choose one")
     repository = invocation.repository()
     if name is None:
         _list(invocation, repository)
     elif delete:
         record = branches.delete(repository, name, run="command line")
         _tell(invocation, {"name": name, "commit": record.previous, "deleted": True}, f"deleted {name}, which was at {record.previous}")
+    elif default:
+        branches.make_default(repository, name)
+        _tell(invocation, {"name": name, "head": True}, f"HEAD names {output.printable(name)}")
     else:
+        check_name(name, what="branch")
         at = history.resolve(repository, rev or "HEAD")
         branches.create(repository, name, at, run="command line")
         _tell(invocation, {"name": name, "commit": at.id, "deleted": False}, f"{name} begins at {at.id}")

@@ -92,6 +92,6 @@ def _lines(usage: Usage) -> Iterator[str]:
     alone = sum(found.exclusive_nbytes for found in usage.commits)
     text = f"{output.nbytes(usage.total_nbytes)} in {output.count(usage.files, 'file')}: {output.nbytes(alone)} of one commit each,"
     text += f" {output.nbytes(usage.shared_nbytes)} shared, {output.nbytes(usage.other_nbytes)} documents and the rest"
-    yield text
+    yield from output.wrapped(text)
     stays = f"{output.nbytes(usage.retained_nbytes)} in files of {output.count(usage.dropped, 'dropped commit')} stay for others; "
-    yield f"{stays if usage.dropped else ''}`syckpt gc` would free {output.nbytes(usage.reclaimable_nbytes)}"
+    yield from output.wrapped(f"{stays if usage.dropped else ''}`syckpt gc` would free {output.nbytes(usage.reclaimable_nbytes)}")

@@ -24,11 +24,14 @@ __all__ = ["command"]
 @json_option
 @pass_invocation
 def command(invocation: Invocation, rev: str, path: Path, form: str) -> None:
-    """Write a commit (REV) to PATH; folders above it are made, and PATH appears whole or not at all.
+    """Write a commit (REV) to PATH; folders above it are made, and PATH appears whole or not at all. A file that is there already is
+    replaced; a directory has to be new or empty.
 
     \b
-    torch        one file that torch.load(PATH, weights_only=True) reads: {item: state_dict, ..., "syckpt": facts}
-    safetensors  one file with every tensor as ITEM.KEY; the structure around them is in its metadata
+    torch        one file that torch.load(PATH, weights_only=True) reads:
+                 {item: state_dict, ..., "syckpt": facts}
+    safetensors  one file with every tensor as ITEM.KEY; the structure around
+                 them is in its metadata
     dir          a directory with the commit's files, as `syckpt checkout`
 
     JSON: {"commit", "path", "format"}.

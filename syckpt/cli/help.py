@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
 from syckpt.cli import output
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import MarkdownElement
 
 __all__ = ["command"]
 
@@ -30,7 +36,7 @@ def command(ctx: click.Context, invocation: Invocation, name: str | None) -> Non
     if invocation.as_json:
         output.echo_json({"name": name, "text": text})
     else:
-        output.echo([text])
+        output.echo([_rendered(text) if name is not None and name.lower() in _topics() and _is_terminal() else text])
 
 
 def _text(ctx: click.Context, name: str | None) -> str:
@@ -47,6 +53,34 @@ def _text(ctx: click.Context, name: str | None) -> str:
         commands = ", ".join(parent.command.list_commands(parent))
         raise click.UsageError(f"no help on {name!r}; commands: {commands}; topics: {', '.join(topics)}")
     return topics[name.lower()].read_text(encoding="utf-8").rstrip("\n")
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _rendered(text: str) -> str:
+    """Return Markdown as a terminal of this width shows it."""
+    from rich.console import Console
+    from rich.markdown import Markdown, TableElement
+    from rich.table import Table
+
+    class Whole(TableElement):
+        """A table that folds long words: rich alone cuts them."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for part in super().__rich_console__(console, options):
+                for column in part.columns if isinstance(part, Table) else ():
+                    column.overflow = "fold"
+                yield part
+
+    class Topic(Markdown):
+        elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": Whole}
+
+    console = Console(width=output.width(), force_terminal=True)
+    with console.capture() as capture:
+        console.print(Topic(text, hyperlinks=False))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def _topics() -> dict[str, Path]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from syckpt.errors import NotFoundError
+from syckpt.errors import NotFoundError, StateError
 
 if TYPE_CHECKING:
     from syckpt.repo.repository import Repository
 
-__all__ = ["Invocation", "json_option", "pass_invocation"]
+__all__ = ["Invocation", "check_name", "json_option", "pass_invocation"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -41,6 +41,16 @@ def _nearest() -> Path:
         if (folder / ".syckpt").is_dir():
             return folder / ".syckpt"
     raise NotFoundError(f"no syckpt repository at or above {here}: go to an experiment's directory, or name it with -C DIR")
+
+
+def check_name(name: str, *, what: str) -> None:
+    """Refuse an argument that cannot be the name of a new branch or tag, as a wrong call. Raises: click.BadParameter."""
+    from syckpt.objects import ids
+
+    try:
+        ids.check_name(name, what=what)
+    except StateError as exc:
+        raise click.BadParameter(str(exc), param_hint="NAME") from exc
 
 
 pass_invocation = click.make_pass_decorator(Invocation)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,15 +30,20 @@ __all__ = [
     "echo_json",
     "is_narrow",
     "nbytes",
+    "note",
     "number",
     "one_line",
     "plain",
     "printable",
     "short",
     "width",
+    "wrapped",
 ]
 
 _NARROW_BELOW = 100
+_SIZE = re.compile(r"(?<=\d) (?=(?:B|kB|MB|GB|TB|s)\b)")
+_GLUE = "\xa0"
+"""A space at which no line ends."""
 
 
 def echo(lines: Iterable[str]) -> None:
@@ -46,6 +53,11 @@ def echo(lines: Iterable[str]) -> None:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # None: the caller closed it
         colour = False if os.environ.get("NO_COLOR") else None
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), color=colour)
+
+
+def note(text: str) -> None:
+    """Say on stderr that there is nothing to print: stdout stays empty for programs."""
+    click.echo(f"syckpt: {text}", err=True)
 
 
 def echo_json(value: Any) -> None:
@@ -91,6 +103,16 @@ def cut(text: str, limit: int | None) -> str:
     if limit is None or len(text) <= limit:
         return text
     return text[: max(0, limit - 3)] + "..." if limit >= 8 else text[:limit]
+
+
+def wrapped(text: str, *, indent: str = "  ", used: int = 0) -> list[str]:
+    """Return text in lines that fit beside `used` columns of the terminal, all but the first indented; ids, paths and sizes stay whole."""
+    columns = width()
+    if columns is None or len(text) + used <= columns:
+        return [text]
+    glued = _SIZE.sub(_GLUE, text)
+    lines = textwrap.wrap(glued, max(20, columns - used), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_GLUE, " ") for line in lines]
 
 
 def width() -> int | None:

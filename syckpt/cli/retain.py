@@ -84,10 +84,10 @@ def _record(commit: Commit) -> dict[str, Any]:
 def _lines(report: Retained) -> Iterator[str]:
     for commit, reasons in report.kept:
         why = output.printable(", ".join(reasons))
-        yield f"keep  {shown.short_id(commit.id)}  step {commit.step}  {why}"
+        yield from output.wrapped(f"keep  {shown.short_id(commit.id)}  step {commit.step}  {why}", indent=" " * 8)
     for commit in report.dropped:
         yield click.style(f"drop  {shown.short_id(commit.id)}  step {commit.step}", fg="yellow")
     yield from sweeps.skipped(report.skipped)
     verb = "would drop" if report.dry_run else "dropped"
     what = f"{verb} {output.count(len(report.dropped), 'commit')} of {output.printable(report.branch)}, keeping {len(report.kept)}"
-    yield f"{what}: {sweeps.total(report.freed_nbytes, report.moved_nbytes, dry_run=report.dry_run)}"
+    yield from output.wrapped(f"{what}: {sweeps.total(report.freed_nbytes, report.moved_nbytes, dry_run=report.dry_run)}")

@@ -51,12 +51,14 @@ class _Content:
 @json_option
 @pass_invocation
 def command(invocation: Invocation, rev: str) -> None:
-    """Show one commit in full (REV, default: HEAD): counters, configuration, what it holds and how that is stored, figures of the save.
+    """Show one commit in full (REV, default: HEAD): counters, who signed it, configuration, what it holds, how that is stored, and what the
+    save took.
 
-    "stored" tensors have their bytes in this commit's own files, some of them as a delta against its keyframe; "pointed" ones were
-    the same in an earlier commit and cost nothing but their names.
+    "written" tensors have their bytes in this commit's own files, some of them as a delta against its keyframe; "unchanged" ones are
+    those of an earlier commit, and cost nothing but their names. Who signed is listed, not checked: `syckpt verify --trusted-key` does.
 
-    JSON: the object of `syckpt log --json`, and more; floats that are no numbers are the texts "nan", "inf" and "-inf".
+    JSON: the object of `syckpt log --json`, and more ("signatures": ids of keys); floats that are no numbers are the texts "nan", "inf" and
+    "-inf".
 
     \b
     Examples:
@@ -67,10 +69,12 @@ def command(invocation: Invocation, rev: str) -> None:
     """
     from syckpt.repo import history
     from syckpt.repo.labels import Labels
+    from syckpt.repo.signing import signatures_of
 
     repository = invocation.repository()
     commit = history.resolve(repository, rev)
     labels = Labels(repository)
+    keys = sorted(signatures_of(repository, commit.id))
     content, problem = _Content(), None
     if not commit.dropped:
         try:
@@ -78,9 +82,9 @@ def command(invocation: Invocation, rev: str) -> None:
         except SyckptError as exc:
             problem = exc
     if invocation.as_json:
-        output.echo_json(_record(commit, labels, content))
+        output.echo_json(_record(commit, labels, content, keys))
     else:
-        output.echo(_lines(commit, labels, content))
+        output.echo(_lines(commit, labels, content, keys))
     if problem is not None:
         raise problem
 
@@ -118,7 +122,7 @@ def _rank(snapshot: Snapshot) -> _Rank:
     )
 
 
-def _record(commit: Commit, labels: Labels, content: _Content) -> dict[str, Any]:
+def _record(commit: Commit, labels: Labels, content: _Content, keys: list[str]) -> dict[str, Any]:
     return {
         **shown.record(commit, labels),
         "entered": commit.entered,
@@ -129,17 +133,18 @@ def _record(commit: Commit, labels: Labels, content: _Content) -> dict[str, Any]
         "sequence": commit.sequence,
         "writer": commit.writer,
         "rng_exact": commit.rng_exact,
+        "signatures": keys,
         "items": content.items,
         "ranks": [asdict(rank) for rank in content.ranks],
     }
 
 
-def _lines(commit: Commit, labels: Labels, content: _Content) -> Iterator[str]:
+def _lines(commit: Commit, labels: Labels, content: _Content, keys: list[str]) -> Iterator[str]:
     names = labels.text(commit)
     yield click.style(f"commit {commit.id}", fg="yellow") + (" " + click.style(names, fg="green") if names else "")
     for mark in shown.marks(commit):
         yield click.style(f"{mark:<11} {_MARKS[mark]}", fg="red")
-    for name, value in _fields(commit).items():
+    for name, value in _fields(commit, keys).items():
         first, *more = value.split("\n")
         yield f"{name:<11} {output.printable(first)}".rstrip()
         yield from (f"{'':<11} {output.printable(line)}".rstrip() for line in more)
@@ -147,7 +152,7 @@ def _lines(commit: Commit, labels: Labels, content: _Content) -> Iterator[str]:
     if content.items:
         yield from _section("items", _items(content))
         yield from _section("stored", (line for rank in content.ranks for line in _stored(rank, several=len(content.ranks) > 1)))
-    yield from _section("figures", _figures(commit.stats))
+    yield from _section("the save", _figures(commit.stats))
 
 
 _MARKS = {
@@ -157,7 +162,7 @@ _MARKS = {
 }
 
 
-def _fields(commit: Commit) -> dict[str, str]:
+def _fields(commit: Commit, keys: list[str]) -> dict[str, str]:
     fields = {
         "parents": ", ".join(commit.parents) or "none",
         "branch": commit.branch,
@@ -170,6 +175,7 @@ def _fields(commit: Commit) -> dict[str, str]:
         "message": commit.message,
         "run": f"{commit.run_id}, generation {commit.generation}, save {commit.sequence}, {output.count(commit.world_size, 'rank')}",
         "writer": commit.writer,
+        "signed by": "".join(f"key {key}\n" for key in keys).rstrip(),
         "randomness": "exact" if commit.rng_exact else "not exact since a resume",
     }
     return {name: value for name, value in fields.items() if value}
@@ -206,11 +212,11 @@ def _stored(rank: _Rank, *, several: bool) -> Iterator[str]:
     if several:
         yield f"  rank {rank.rank}"
         indent = "    "
-    yield f"{indent}tensors   {rank.tensors}, {output.nbytes(rank.nbytes)}"
-    yield f"{indent}stored    {rank.whole + rank.delta} ({rank.delta} as deltas) in a blob of {output.nbytes(rank.blob_nbytes)}"
-    yield f"{indent}pointed   {rank.pointers}"
+    yield f"{indent}tensors    {rank.tensors}, {output.nbytes(rank.nbytes)}"
+    yield f"{indent}written    {rank.whole + rank.delta} ({rank.delta} as deltas) in a blob of {output.nbytes(rank.blob_nbytes)}"
+    yield f"{indent}unchanged  {rank.pointers}{', in files of earlier commits' if rank.pointers else ''}"
     own = "this commit" if rank.keyframe_age == 0 else f"{rank.keyframe}, {output.count(rank.keyframe_age, 'commit')} ago"
-    yield f"{indent}keyframe  {own}"
+    yield f"{indent}keyframe   {own}"
 
 
 def _figures(stats: dict[str, Any]) -> Iterator[str]:

@@ -55,6 +55,8 @@ def command(invocation: Invocation, what: str, k: int) -> None:
         output.echo_json([_record(one, config, labels) for one in found])
     elif found:
         output.echo(_lines(found, config, labels))
+    else:
+        output.note("no other commit has a configuration to compare with")
 
 
 def _search(repository: Repository, what: str, k: int) -> tuple[Mapping[str, Any], list[Similar]]:

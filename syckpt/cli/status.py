@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -116,11 +115,9 @@ def _lines(found: Status) -> Iterator[str]:
 
 def _field(title: str, texts: list[str], *, colour: str | None = None) -> Iterator[str]:
     """Yield lines behind a title; long ones go on below, so that nothing is lost on a narrow terminal."""
-    columns = output.width()
     for text in texts:
         indent = " " * (len(text) - len(text.lstrip()))
-        room = max(20, (columns or 10**6) - _TITLE)
-        for line in textwrap.wrap(text, room, subsequent_indent=f"{indent}  ", drop_whitespace=True) if len(text) > room else [text]:
+        for line in output.wrapped(text, indent=f"{indent}  ", used=_TITLE):
             head = click.style(f"{title:<{_TITLE - 1}}", bold=True)
             yield f"{head} {click.style(line, fg=colour) if colour else line}"
             title = ""

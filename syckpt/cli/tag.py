@@ -8,7 +8,7 @@ import click
 
 from syckpt.cli import commits as shown
 from syckpt.cli import output
-from syckpt.cli.invocation import Invocation, json_option, pass_invocation
+from syckpt.cli.invocation import Invocation, check_name, json_option, pass_invocation
 from syckpt.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def command(invocation: Invocation, name: str | None, rev: str | None, delete: b
     if delete:
         commit, text = branches.delete_tag(repository, name, run="command line").previous, "deleted {0}, which was {1}"
     else:
+        check_name(name, what="tag")
         at = history.resolve(repository, rev or "HEAD")
         branches.tag(repository, name, at, run="command line")
         commit, text = at.id, "{0} is {1}"
@@ -66,5 +67,7 @@ def _list(invocation: Invocation, repository: Repository) -> None:
         output.echo_json([{"name": name, **shown.brief(commit)} for name, commit in tags.items()])
     elif tags:
         output.echo(f"{name}  {line}" for name, line in shown.lines_of(tags))
+    elif not problems:
+        output.note("no tags: `syckpt tag NAME` makes one")
     if problems:
         raise problems[0]

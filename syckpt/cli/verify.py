@@ -111,7 +111,7 @@ def _untrusted(repository: Repository, rev: str | None, trusted: Trusted) -> lis
 
 def _lines(report: VerifyReport, seconds: float, *, quick: bool) -> Iterator[str]:
     for error in report.errors:
-        yield click.style(output.one_line(error), fg="red")
+        yield from (click.style(line, fg="red") for line in output.wrapped(output.one_line(error)))
     for commit in report.cleared:
         yield f"{commit}: whole again; its mark `damaged` is removed"
     what = output.count(report.commits, "commit")
@@ -119,7 +119,7 @@ def _lines(report: VerifyReport, seconds: float, *, quick: bool) -> Iterator[str
     found = f"{output.count(len(report.errors), 'finding')}, {output.count(len(report.damaged), 'commit')} cannot be loaded whole"
     what += f" ({report.resumed} of them earlier)" if report.resumed else ""
     verdict = "ok" if report.ok else f"DAMAGED ({found})"
-    yield f"{verdict}: {what} checked in {seconds:.2f} s"
+    yield from output.wrapped(f"{verdict}: {what} checked in {seconds:.2f} s")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from syckpt.repo import leases
 from syckpt.repo.owner import is_dead
 from syckpt.repo.repository import Repository, dropped_error
 
-__all__ = ["create", "delete", "delete_tag", "names", "tag", "tags"]
+__all__ = ["create", "delete", "delete_tag", "make_default", "names", "tag", "tags"]
 
 _log = logging.getLogger("syckpt")
 
@@ -76,6 +76,15 @@ def create(repository: Repository, name: str, at: Commit, *, run: str) -> RefRec
     return record
 
 
+def make_default(repository: Repository, name: str) -> None:
+    """Let the file HEAD name a branch, so that openers begin with it that name none; durable on return. No commit moves.
+
+    Raises: NotFoundError; StoreError.
+    """
+    _existing(repository, f"heads/{name}", what="branch")
+    repository.set_head(name)
+
+
 def delete(repository: Repository, name: str, *, run: str) -> RefRecord:
     """Delete a branch, and return the record that says so; its `previous` is the commit that was the tip.
 
@@ -85,8 +94,8 @@ def delete(repository: Repository, name: str, *, run: str) -> RefRecord:
     head = _existing(repository, f"heads/{name}", what="branch")
     if repository.head_branch() == name:
         raise ConflictError(
-            f"the branch {name!r} is the one that HEAD names, with which openers begin that name none: write"
-            f" 'ref: refs/heads/<another branch>' into {repository.store.describe()}/HEAD first"
+            f"the branch {name!r} is the one that HEAD names, with which openers begin that name none: choose another first,"
+            " with `syckpt branch --default NAME`"
         )
     _refuse_if_held(repository, name)
     # A generation more, as with an opening: a writer that was paused, or begins again, finds that it was overtaken.

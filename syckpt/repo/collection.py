@@ -8,16 +8,16 @@ that was published. Safe beside savers and other collectors; cut off anywhere, t
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent
+from syckpt.repo.keys import HELLO, OF_COMMIT, RECEIPT, manifest_key
 from syckpt.repo.owner import is_dead
 from syckpt.repo.repacking import Sweep, plan_sweeps, run_sweeps
-from syckpt.repo.repository import Repository, manifest_key
+from syckpt.repo.repository import Repository
 from syckpt.repo.survey import Sight, Survey, drop, read_intents
 from syckpt.repo.transaction import settle
 
@@ -28,13 +28,6 @@ REFLOG_S = 14 * 86400.0
 GRACE_S = 86400.0
 """How old a file has to be that nothing accounts for."""
 _log = logging.getLogger("syckpt")
-_OBJECT = re.compile(
-    r"(?:objects|signatures)/([0-9a-f]{8}-[0-9a-f]{16})"
-    r"(?:\.json|\.damaged|\.dropped|\.preempted|\.[0-9a-f]{16}\.json"
-    r"|/layouts|/r\d{5}(?:\.manifest|\.locations\.\d{4}|(?:\.\d{4}-[0-9a-f]{8})?\.safetensors))"
-)
-_RECEIPT = re.compile(r"receipts/[^/]+/([0-9a-f]{8}-[0-9a-f]{16})/(?:r\d{5}|verdict)\.json")
-_HELLO = re.compile(r"hello/[^/]+\.json")
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ def collect(
     removed = {intent.commit for intent in cut_off} - sight.recorded
     known = sight.recorded | {intent.commit for intent in intents}
     strays = [key for key in keys if _is_stray(key, known) and now_s - (store.modified_s(key) or now_s) > GRACE_S]
-    partial = [key for key in keys if (match := _OBJECT.fullmatch(key)) and match[1] in removed]
+    partial = [key for key in keys if (match := OF_COMMIT.fullmatch(key)) and match["commit"] in removed]
     reached = _reached(survey, sight, now_s=now_s)
     unreachable = tuple(survey.commit(commit) for commit in sorted(sight.recorded - reached) if not survey.is_dropped(commit))
     lost = [commit.id for commit in unreachable]
@@ -110,7 +103,7 @@ def collect(
     why = "gc: for two weeks nothing but old records has led to it"
     gone = set(drop(survey, lost, why=why, protected=lambda now: _reached(survey, now, now_s=now_s)))
     done, skipped = run_sweeps(repository, plan_sweeps(survey, now_s=now_s), progress=progress)
-    filled = {match[1] for key in keys if (match := _OBJECT.fullmatch(key)) and "/" in key.removeprefix("objects/")}
+    filled = {match["commit"] for key in keys if (match := OF_COMMIT.fullmatch(key)) and match["content"]}
     for commit in sight.recorded - filled:
         if survey.is_dropped(commit):
             # A sweep killed behind its last deletion leaves an empty directory, which goes with a key that may be absent.
@@ -127,8 +120,8 @@ def _is_fenced(intent: Intent, sight: Sight) -> bool:
 
 def _is_stray(key: str, known: Iterable[str]) -> bool:
     """Whether a key belongs to a save of which there is no intent, and never was a record; or was to show who sees the directory."""
-    match = _OBJECT.fullmatch(key) or _RECEIPT.fullmatch(key)
-    return match[1] not in known if match else _HELLO.fullmatch(key) is not None
+    match = OF_COMMIT.fullmatch(key) or RECEIPT.fullmatch(key)
+    return match["commit"] not in known if match else HELLO.fullmatch(key) is not None
 
 
 def _reached(survey: Survey, sight: Sight, *, now_s: float) -> set[str]:

@@ -11,9 +11,23 @@ from syckpt.errors import IntegrityError, NotFoundError
 from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import RefRecord
+from syckpt.repo.keys import commit_key, intent_key
 from syckpt.repo.repository import Repository
 
-__all__ = ["all_tips", "best", "commit_ids", "is_move", "is_published", "log", "reachable", "reflog", "resolve", "tip", "walk"]
+__all__ = [
+    "all_tips",
+    "best",
+    "commit_ids",
+    "is_move",
+    "is_published",
+    "log",
+    "reachable",
+    "reflog",
+    "resolve",
+    "tip",
+    "walk",
+    "without_metric",
+]
 
 _FEW = 16
 """Commits whose marks are looked up one by one; on a longer way one listing is cheaper."""
@@ -29,7 +43,7 @@ def _commit_of(repository: Repository, record: RefRecord | None, *, what: str) -
         return repository.read_commit(record.commit, seal=record.commit_seal)
     except NotFoundError as exc:
         raise IntegrityError(
-            f"objects/{record.commit}.json: missing, though {repository.refs.key(record.ref, record.number)} names it"
+            f"{commit_key(record.commit)}: missing, though {repository.refs.key(record.ref, record.number)} names it"
         ) from exc
 
 
@@ -56,7 +70,7 @@ def walk(repository: Repository, commit: Commit) -> Iterator[Commit]:
         try:
             commit = repository.read_commit(commit.parents[0], seal=commit.parent_seals[0], marks=marks)
         except NotFoundError as exc:
-            raise IntegrityError(f"objects/{commit.parents[0]}.json: missing, though its child {commit.id} names it") from exc
+            raise IntegrityError(f"{commit_key(commit.parents[0])}: missing, though its child {commit.id} names it") from exc
         yield commit
 
 
@@ -99,7 +113,7 @@ def _named_by_a_ref(repository: Repository, commit: str, seal: str | None) -> Co
     try:
         return repository.read_commit(commit, seal=seal)
     except NotFoundError as exc:
-        raise IntegrityError(f"objects/{commit}.json: missing, though a ref names it; run `syckpt verify`") from exc
+        raise IntegrityError(f"{commit_key(commit)}: missing, though a ref names it; run `syckpt verify`") from exc
 
 
 def commit_ids(repository: Repository) -> list[str]:
@@ -115,6 +129,15 @@ def best(commits: list[Commit], *, maximize: bool = False) -> Commit | None:
     scored = [c for c in commits if c.metric is not None and not math.isnan(c.metric) and not c.dropped]
     sign = 1 if maximize else -1
     return max(scored, key=lambda c: (sign * (c.metric or 0.0), c.created_ns), default=None)
+
+
+def without_metric(commits: list[Commit], rev: str) -> NotFoundError:
+    """Return what to raise where `best` finds none among a revision's commits."""
+    there = sum(not commit.dropped for commit in commits)
+    dropped = f" ({len(commits) - there} more are dropped)" if there < len(commits) else ""
+    return NotFoundError(
+        f"none of the {there} commit{'' if there == 1 else 's'} of {rev}{dropped} has a metric: give it as save(metric=...)"
+    )
 
 
 def resolve(repository: Repository, rev: str, *, branch: str | None = None, maximize: bool = False) -> Commit:
@@ -201,7 +224,10 @@ def _named(repository: Repository, base: str, *, branch: str | None, maximize: b
         return newest or _missing(repository, base)
     if base == "best":
         commits = log(repository, branch=branch)
-        return best(commits, maximize=maximize) or _without_metric(commits, _branch_of(repository, "HEAD", branch))
+        chosen = best(commits, maximize=maximize)
+        if chosen is None:
+            raise without_metric(commits, _branch_of(repository, "HEAD", branch))
+        return chosen
     if ids.is_commit_id(base):
         return _published(repository, base)
     if not ids.is_name(base):
@@ -225,21 +251,15 @@ def _by_prefix(repository: Repository, prefix: str) -> list[str]:
 def is_published(repository: Repository, commit: str) -> bool:
     """Whether a commit whose record is there is a commit of its branch. Raises: NotFoundError, IntegrityError."""
     # A commit record without a ref record is a save that a crash cut off: its intent is still there.
-    if repository.store.size(f"intents/{commit}.json") is None:
+    if repository.store.size(intent_key(commit)) is None:
         return True
     record = repository.read_commit(commit)
-    ref = f"heads/{record.branch}"
-    return any(repository.refs.read(ref, number).commit == commit for number in reversed(repository.refs.numbers(ref)))
+    return repository.refs.find(f"heads/{record.branch}", commit) is not None
 
 
 def _published(repository: Repository, commit: str) -> Commit:
     found = repository.read_commit(commit)
     return found if is_published(repository, commit) else _missing(repository, commit)
-
-
-def _without_metric(commits: list[Commit], rev: str) -> Commit:
-    there = [commit for commit in commits if not commit.dropped]
-    raise NotFoundError(f"none of the {len(there)} commit{'' if len(there) == 1 else 's'} of {rev} has a metric: give it as save(metric=...)")
 
 
 def _missing(repository: Repository, base: str) -> Commit:

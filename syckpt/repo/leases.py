@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError
-from syckpt.objects import ids
 from syckpt.objects.refs import Lease
 from syckpt.repo import documents
+from syckpt.repo.keys import lease_key
 from syckpt.repo.owner import is_dead, wait_for_exit
 from syckpt.repo.repository import Repository
 
@@ -21,13 +21,9 @@ RENEW_S = 10.0
 _log = logging.getLogger("syckpt")
 
 
-def _key(branch: str) -> str:
-    return f"leases/{ids.key_component(branch)}.json"
-
-
 def read(repository: Repository, branch: str) -> Lease | None:
     """Return the lease on a branch, or None. A damaged one is as good as none: it is only a hint."""
-    key = _key(branch)
+    key = lease_key(branch)
     try:
         body, _ = documents.read(repository.store, key, kind="lease")
         return Lease.from_body(body, where=key)
@@ -45,14 +41,14 @@ def expiring(lease: Lease) -> Lease:
 
 def write(repository: Repository, lease: Lease) -> None:
     """Take or renew a lease."""
-    documents.write(repository.store, _key(lease.branch), lease.to_body(), replace=True)
+    documents.write(repository.store, lease_key(lease.branch), lease.to_body(), replace=True)
 
 
 def release(repository: Repository, branch: str, *, token: str) -> None:
     """Give a lease back, if it is still the one with that token."""
     lease = read(repository, branch)
     if lease is not None and lease.token == token:
-        repository.store.delete(_key(branch))
+        repository.store.delete(lease_key(branch))
 
 
 def await_drain(repository: Repository, branch: str, *, timeout_s: float = LEASE_S) -> None:

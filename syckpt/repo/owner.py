@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from syckpt.objects.refs import Owner
+from syckpt.stores.processes import start_time
 
 __all__ = ["is_dead", "owner_of", "this_process", "wait_for_exit"]
 
@@ -18,23 +19,13 @@ def _read(path: str) -> str:
         return ""
 
 
-def _start_time(pid: int) -> int:
-    # Field 22 of stat; the command in field 2 may hold spaces and parentheses, so count from the last one.
-    stat = _read(f"/proc/{pid}/stat")
-    return int(stat.rpartition(")")[2].split()[19]) if stat else 0
-
-
-def _is_zombie(pid: int) -> bool:
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] == ["Z"]
-
-
 def owner_of(pid: int) -> Owner:
     """Return the identity of a process of this machine; fields that the system does not tell are empty or 0."""
     try:
         pidns = os.readlink("/proc/self/ns/pid")
     except OSError:
         pidns = ""
-    return Owner(socket.gethostname(), _read("/proc/sys/kernel/random/boot_id"), pidns, pid, _start_time(pid))
+    return Owner(socket.gethostname(), _read("/proc/sys/kernel/random/boot_id"), pidns, pid, start_time(pid) or 0)
 
 
 def this_process() -> Owner:
@@ -54,15 +45,9 @@ def is_dead(owner: Owner) -> bool | None:
         return True
     if owner.pidns != here.pidns:
         return None
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    if here.start == 0:
-        return False
-    return _start_time(owner.pid) != owner.start or _is_zombie(owner.pid)
+    found = start_time(owner.pid)
+    # 0: of this process the system shows only that it lives.
+    return found is None or found not in (0, owner.start)
 
 
 def wait_for_exit(owner: Owner, *, timeout_s: float) -> bool:

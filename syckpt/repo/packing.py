@@ -30,8 +30,8 @@ from syckpt.objects.dtypes import dtype
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.repo import documents
+from syckpt.repo.keys import blob_key, locations_key, manifest_key
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import blob_key, locations_key, manifest_key
 from syckpt.stores.base import Sink, Store
 
 __all__ = ["Packed", "Packer", "Staged"]

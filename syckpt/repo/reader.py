@@ -22,6 +22,7 @@ from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
 from syckpt.objects.manifest import Entry, Manifest
+from syckpt.repo.keys import locations_key
 from syckpt.repo.repository import Repository, dropped_error
 from syckpt.repo.signing import Trusted, require_signed
 
@@ -135,7 +136,7 @@ class Reader:
 
     def _placed(self, commit: Commit, manifest: Manifest, locations: Locations) -> Snapshot:
         rank = manifest.rank
-        where = f"objects/{commit.id}/r{rank:05d}.locations.{locations.revision:04d}"
+        where = locations_key(commit.id, rank, locations.revision)
         distinct = manifest.distinct()
         if locations.manifest_seal != commit.manifests[rank][1] or len(locations.at) != len(distinct):
             raise IntegrityError(f"{where}: belongs to another manifest")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from syckpt.errors import ConflictError, IntegrityError, NotFoundError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
-from syckpt.objects import ids
+from syckpt.errors import ConflictError, NotFoundError, RankFailure, RankTimeout, SyckptError, from_wire, to_wire
 from syckpt.objects.checks import Fields
 from syckpt.repo import documents
+from syckpt.repo.keys import intent_key, receipt_key, receipts_prefix, verdict_key
 from syckpt.repo.repository import Repository
 
 __all__ = ["Desk", "Receipt", "discard"]
@@ -45,19 +45,19 @@ class Desk:
         self._store = repository.store
         self._branch = branch
         self._commit = commit
-        self._prefix = f"receipts/{ids.key_component(branch)}/{commit}/"
+        self._prefix = receipts_prefix(branch, commit)
         self._timeout_s = timeout_s
         self.is_settled = False
         """Whether the verdict that was awaited is rank 0's: then nothing changes it any more."""
 
     def _key(self, rank: int) -> str:
-        return f"{self._prefix}r{rank:05d}.json"
+        return receipt_key(self._branch, self._commit, rank)
 
     def await_intent(self) -> None:
         """Wait until rank 0 has begun the save. Raises: RankTimeout; what rank 0 failed with before."""
 
         def begun() -> bool | None:
-            return True if self._store.size(f"intents/{self._commit}.json") is not None or self._verdict() is not None else None
+            return True if self._store.size(intent_key(self._commit)) is not None or self._verdict() is not None else None
 
         self._wait(begun, lambda: f"save {self._commit}: rank(s) 0 did not begin it within {self._timeout_s:g} s")
         verdict = self._verdict()
@@ -96,7 +96,7 @@ class Desk:
             if failed or len(found) == len(ranks):
                 return True
             self.require_undecided()
-            if self._store.size(f"intents/{self._commit}.json") is None:
+            if self._store.size(intent_key(self._commit)) is None:
                 raise RankFailure(f"save {self._commit}: another incarnation of the job cleared it")
             return None
 
@@ -133,10 +133,10 @@ class Desk:
             "seal": seal,
             "error": None if error is None else to_wire(error),
         }
-        documents.write(self._store, f"{self._prefix}verdict.json", body)
+        documents.write(self._store, verdict_key(self._branch, self._commit), body)
 
     def _verdict(self) -> dict[str, Any] | None:
-        key = f"{self._prefix}verdict.json"
+        key = verdict_key(self._branch, self._commit)
         if self._store.size(key) is None:
             return None
         try:
@@ -189,7 +189,7 @@ class Desk:
 
     def _outcome(self) -> dict[str, Any] | None:
         """Return the verdict; without one, what the branch shows: a save whose intent is gone was published or given up."""
-        begun = self._store.size(f"intents/{self._commit}.json") is not None
+        begun = self._store.size(intent_key(self._commit)) is not None
         verdict = self._verdict()
         if verdict is not None or begun:
             return verdict
@@ -199,15 +199,8 @@ class Desk:
 
     def published(self) -> str | None:
         """Return the seal that the branch's records have for the commit; None if it is not visible."""
-        ref = f"heads/{self._branch}"
-        for number in reversed(self._repository.refs.numbers(ref)):
-            try:
-                record = self._repository.refs.read(ref, number)
-            except IntegrityError:
-                continue
-            if record.commit == self._commit:
-                return record.commit_seal
-        return None
+        record = self._repository.refs.find(f"heads/{self._branch}", self._commit, problems=[])
+        return None if record is None else record.commit_seal
 
     def clear(self, *, wait_s: float) -> None:
         """Remove the verdict once every rank knows it; after `wait_s` it stays for recovery."""
@@ -217,7 +210,7 @@ class Desk:
                 if time.monotonic() >= deadline:
                     return
                 time.sleep(_LAST_PAUSE_S)
-            self._store.delete(f"{self._prefix}verdict.json")
+            self._store.delete(verdict_key(self._branch, self._commit))
         except SyckptError as exc:
             _log.warning("the verdict on save %s could not be removed; recovery does it: %s", self._commit, exc)
 
@@ -241,7 +234,7 @@ def _error(fields: Fields) -> dict[str, str]:
 def discard(repository: Repository, branch: str) -> None:
     """Remove every receipt of a branch that was just taken, before its first save: no older generation can go on."""
     try:
-        for key in repository.store.list(f"receipts/{ids.key_component(branch)}/"):
+        for key in repository.store.list(receipts_prefix(branch)):
             repository.store.delete(key)
     except SyckptError as exc:
         _log.warning("receipts of given up saves on %s could not be removed; the next opening does it: %s", branch, exc)

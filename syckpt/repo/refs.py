@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from syckpt.objects import ids
 from syckpt.objects.refs import RefRecord
 from syckpt.repo import documents
+from syckpt.repo.keys import RECORD, copy_key, record_key, records_prefix
 from syckpt.stores.base import Store
 
 __all__ = ["CLASSES", "Refs"]
 
 CLASSES = ("heads", "tags", "names")
 _log = logging.getLogger("syckpt")
-_RECORD = re.compile(r"(\d{12})\.json")
 
 
 class Refs:
@@ -25,19 +24,14 @@ class Refs:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    @staticmethod
-    def _prefix(ref: str) -> str:
-        kind, _, name = ref.partition("/")
-        return f"logs/refs/{kind}/{ids.key_component(name)}/"
-
     def key(self, ref: str, number: int) -> str:
         """Return the key of a record."""
-        return f"{self._prefix(ref)}{number:012d}.json"
+        return record_key(ref, number)
 
     def numbers(self, ref: str) -> list[int]:
         """Return the numbers of a ref's records, ascending. Raises: IntegrityError when one is missing in between."""
-        prefix = self._prefix(ref)
-        found = self._without_gaps(ref, [int(m[1]) for key in self._store.list(prefix) if (m := _RECORD.fullmatch(key[len(prefix) :]))])
+        listed = self._store.list(records_prefix(ref))
+        found = self._without_gaps(ref, [int(match["number"]) for match in map(RECORD.fullmatch, listed) if match])
         # Listings of network file systems may lag; a look at the next name does not.
         following = found[-1] + 1 if found else 1
         while self._store.size(self.key(ref, following)) is not None:
@@ -63,9 +57,8 @@ class Refs:
         prefix = f"logs/refs/{kind}/"
         numbers: dict[str, list[int]] = {}
         for key in self._store.list(prefix):
-            component, _, name = key[len(prefix) :].partition("/")
-            if match := _RECORD.fullmatch(name):
-                numbers.setdefault(component, []).append(int(match[1]))
+            if match := RECORD.fullmatch(key):
+                numbers.setdefault(match["component"], []).append(int(match["number"]))
         found = {}
         for component, own in sorted(numbers.items()):
             ref = f"{kind}/{ids.name_of_component(component)}"
@@ -89,6 +82,25 @@ class Refs:
             raise IntegrityError(f"{key}: is record {record.number} of {record.ref}, expected {number} of {ref}")
         return record
 
+    def find(self, ref: str, commit: str, *, since: int = 0, problems: list[IntegrityError] | None = None) -> RefRecord | None:
+        """Return the newest record that names a commit, or None; records of generations before `since` are not searched.
+
+        Raises: IntegrityError for a damaged record on the way; with `problems` it is passed over and added there.
+        """
+        for number in reversed(self.numbers(ref)):
+            try:
+                record = self.read(ref, number)
+            except IntegrityError as exc:
+                if problems is None:
+                    raise
+                problems.append(exc)
+                continue
+            if record.commit == commit:
+                return record
+            if record.generation < since:
+                return None
+        return None
+
     def head(self, ref: str) -> RefRecord | None:
         """Return the newest record, or None for a ref that never was.
 
@@ -104,7 +116,7 @@ class Refs:
     def _check_copy(self, ref: str, newest: RefRecord | None) -> None:
         if not ref.startswith("heads/"):
             return
-        key = f"refs/{ref.partition('/')[0]}/{ids.key_component(ref.partition('/')[2])}"
+        key = copy_key(ref)
         try:
             copy = self._store.get(key).decode("ascii", "replace").strip()
         except NotFoundError:
@@ -188,8 +200,7 @@ class Refs:
 
     def write_copy(self, record: RefRecord) -> None:
         """Bring the copy for people up to a branch's record."""
-        kind, _, name = record.ref.partition("/")
-        key = f"refs/{kind}/{ids.key_component(name)}"
+        key = copy_key(record.ref)
         if record.commit is None:
             self._store.delete(key)
         else:

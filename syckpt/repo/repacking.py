@@ -21,7 +21,8 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError
 from syckpt.objects import address as addresses
 from syckpt.objects.locations import BlobRecord, Locations, Row
 from syckpt.repo import documents
-from syckpt.repo.repository import Repository, layouts_key, locations_key
+from syckpt.repo.keys import OF_RANK, commit_prefix, layouts_key, locations_key, moved_blob_key
+from syckpt.repo.repository import Repository
 from syckpt.repo.survey import Rows, Survey, numbers_in
 
 __all__ = ["DEAD_SHARE", "Repacking", "Rewrite", "Sweep", "plan_sweep", "plan_sweeps", "repack", "run_sweeps", "sweep"]
@@ -30,9 +31,6 @@ DEAD_SHARE = 0.30
 """How much of a blob may be dead before what is needed of it moves."""
 _log = logging.getLogger("syckpt")
 _CHUNK_NBYTES = 8 << 20
-_OWN = re.compile(
-    r"objects/[0-9a-f-]{25}/r(?P<rank>\d{5})(?:\.manifest|\.locations\.(?P<revision>\d{4})|(?:\.(?P<made_for>\d{4})-[0-9a-f]{8})?\.safetensors)"
-)
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ def plan_sweep(survey: Survey, commit: str, needed: Rows, *, dead_share: float =
     by_rank: dict[int, list[tuple[str, re.Match[str]]]] = {}
     unknown = []
     deletes: list[str] = []
-    for key in store.list(f"objects/{commit}/"):
-        match = _OWN.fullmatch(key)
+    for key in store.list(commit_prefix(commit)):
+        match = OF_RANK.fullmatch(key)
         if key == layouts_key(commit):
             deletes.append(key)
         elif match is None:
@@ -272,8 +270,8 @@ def _rewrite(repository: Repository, rewrite: Rewrite) -> None:
             store.delete(made.key)
         raise ConflictError(f"{old_key}: other processes have repacked {rewrite.commit} meanwhile")
     named = {blob.key for blob in blobs}
-    for key in store.list(f"objects/{rewrite.commit}/"):
-        match = _OWN.fullmatch(key)
+    for key in store.list(commit_prefix(rewrite.commit)):
+        match = OF_RANK.fullmatch(key)
         if match is not None and int(match["rank"]) == rewrite.rank and _is_surplus(key, match, rewrite.revision, named):
             store.delete(key)
 
@@ -303,7 +301,7 @@ def _copy(repository: Repository, table: Locations, rewrite: Rewrite) -> tuple[B
     head = (header_nbytes - 8).to_bytes(8, "little") + text.ljust(header_nbytes - 8)
     moved = {number: replace(row, offset=header_nbytes + row.offset) for number, row in moved.items()}
     # The revision in its name, and a nonce: once that revision is there without it, nobody can mean it any more.
-    key = f"objects/{rewrite.commit}/r{rewrite.rank:05d}.{rewrite.revision:04d}-{secrets.token_hex(4)}.safetensors"
+    key = moved_blob_key(rewrite.commit, rewrite.rank, rewrite.revision, nonce=secrets.token_hex(4))
     digests = {}
     with store.sink(key) as sink:
         sink.write([head])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, SyckptError
 from syckpt.objects.checks import Fields
@@ -14,6 +14,17 @@ from syckpt.objects.layouts import LayoutTable
 from syckpt.objects.locations import Locations
 from syckpt.objects.manifest import Manifest
 from syckpt.repo import documents
+from syckpt.repo.keys import (
+    LOCATIONS,
+    MARKS,
+    commit_key,
+    commit_prefix,
+    layouts_key,
+    locations_key,
+    locations_prefix,
+    manifest_key,
+    mark_key,
+)
 from syckpt.repo.refs import Refs
 from syckpt.stores.base import Store, StoreSpec, open_store
 
@@ -21,8 +32,6 @@ __all__ = ["Repository"]
 
 _log = logging.getLogger("syckpt")
 _HEAD = re.compile(r"ref: refs/heads/(\S+)\n?")
-_LOCATIONS = re.compile(r"/r(\d{5})\.locations\.\d{4}$")
-_MARKS = ("damaged", "dropped", "preempted")
 
 
 class Repository:
@@ -70,7 +79,7 @@ class Repository:
 
     def read_commit(self, commit: str, *, seal: str | None = None, marks: Mapping[str, set[str]] | None = None) -> Commit:
         """Return a commit with its marks, which are looked up unless all of them are given. Raises: NotFoundError, IntegrityError."""
-        key = f"objects/{commit}.json"
+        key = commit_key(commit)
         try:
             body, found = documents.read(self.store, key, kind="commit", seal=seal)
         except NotFoundError:
@@ -83,27 +92,27 @@ class Repository:
 
     def marks(self, commit: str) -> set[str]:
         """Return the marks beside a commit."""
-        return {mark for mark in _MARKS if self.store.size(f"objects/{commit}.{mark}") is not None}
+        return {mark for mark in MARKS if self.store.size(mark_key(commit, mark)) is not None}
 
     def all_marks(self) -> dict[str, set[str]]:
         """Return the marks of all commits that have some, from one listing."""
         found: dict[str, set[str]] = {}
         for key in self.store.list("objects/", deep=False):
             commit, _, mark = key.removeprefix("objects/").rpartition(".")
-            if mark in _MARKS:
+            if mark in MARKS:
                 found.setdefault(commit, set()).add(mark)
         return found
 
     def mark(self, commit: str, mark: str, *, why: str) -> None:
         """Put a mark beside a commit; one that is there already stays."""
         try:
-            documents.write(self.store, f"objects/{commit}.{mark}", {"kind": "mark", "version": 1, "why": why})
+            documents.write(self.store, mark_key(commit, mark), {"kind": "mark", "version": 1, "why": why})
         except ConflictError:
             _log.debug("%s is marked %s already", commit, mark)
 
     def why(self, commit: str, mark: str) -> str | None:
         """Return why a mark was made, for people; None where that cannot be read: the mark counts all the same."""
-        key = f"objects/{commit}.{mark}"
+        key = mark_key(commit, mark)
         try:
             body, _ = documents.read(self.store, key, kind="mark")
             return Fields(body, where=key).text("why")
@@ -146,10 +155,10 @@ class Repository:
     def list_locations(self, commit: str) -> dict[int, str]:
         """Return the key of the newest revision of each rank's locations."""
         found: dict[int, str] = {}
-        for key in self.store.list(f"objects/{commit}/"):  # sorted
-            match = _LOCATIONS.search(key)
+        for key in self.store.list(commit_prefix(commit)):  # sorted
+            match = LOCATIONS.fullmatch(key)
             if match is not None:
-                found[int(match[1])] = key
+                found[int(match["rank"])] = key
         return found
 
     def read_locations(self, commit: str, rank: int, *, listed: str | None = None) -> Locations:
@@ -157,13 +166,13 @@ class Repository:
 
         Raises: IntegrityError (missing or damaged).
         """
-        prefix = f"objects/{commit}/r{rank:05d}.locations."
+        prefix = locations_prefix(commit, rank)
         tried = ""
         while True:
-            key = listed or max((key for key in self.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            key = listed or max((key for key in self.store.list(commit_prefix(commit)) if key.startswith(prefix)), default="")
             listed = None
             if key <= tried:
-                lost = tried or f"{prefix}0001"
+                lost = tried or locations_key(commit, rank, 1)
                 raise IntegrityError(f"{lost}: missing, like any later revision: where the bytes of {commit} are is lost")
             try:
                 body, _ = documents.read(self.store, key, kind="locations")
@@ -210,72 +219,61 @@ class Repository:
 
     # -- integrity ---------------------------------------------------------------------------------------------------
 
-    def check_whole(self, commit: Commit) -> None:
+    def check_whole(self, commit: Commit, *, ranks: Iterable[int] | None = None) -> None:
         """Check a commit's structure, without reading tensors: every document, and every blob's presence and size.
 
-        Raises: IntegrityError naming the file; NotFoundError for a dropped commit.
+        `ranks`: only what these ones saved of it. Raises: IntegrityError naming the file; NotFoundError for a dropped commit.
         """
         if commit.dropped:
             raise dropped_error(commit.id)
+        chosen = range(commit.world_size) if ranks is None else list(ranks)
         # A second look: repack may have moved bytes, and deleted the blob, since the locations were read.
-        absent = self._absent_blob(commit) and self._absent_blob(commit)
+        absent = self._absent(commit, chosen) and self._absent(commit, chosen)
         if absent:
-            raise IntegrityError(absent)
+            raise IntegrityError(f"{absent[min(absent)]}; needed by {commit.id}")
 
-    def _absent_blob(self, commit: Commit) -> str | None:
-        """Return what is wrong with the first blob that a commit leads to and that is not there as it should be."""
-        sizes: dict[str, int] = {}
+    def absent_blobs(self, blobs: Iterable[tuple[str, int]]) -> dict[str, str]:
+        """Return those blobs (key, size) that are not there in their sizes, by key, each with what is found instead."""
+        absent: dict[str, str] = {}
+        for key, size in sorted(set(blobs)):
+            found = self.store.size(key)
+            if found != size:
+                absent[key] = f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes"
+        return absent
+
+    def _absent(self, commit: Commit, ranks: Iterable[int]) -> dict[str, str]:
+        """Return, as `absent_blobs`, what those ranks' locations lead to and is not there."""
+        blobs: set[tuple[str, int]] = set()
         tables: dict[tuple[str, int], Locations] = {}
+        listed: dict[str, dict[int, str]] = {}
 
         def table(commit_id: str, rank: int) -> Locations:
             if (commit_id, rank) not in tables:
-                tables[commit_id, rank] = self.read_locations(commit_id, rank)
+                if commit_id not in listed:
+                    listed[commit_id] = self.list_locations(commit_id)
+                tables[commit_id, rank] = self.read_locations(commit_id, rank, listed=listed[commit_id].get(rank))
             return tables[commit_id, rank]
 
         def need(locations: Locations, source: int, row: int) -> tuple[Locations, int]:
             owner = table(*locations.source(source)) if source else locations
             blob = owner.blobs[owner.row(row).blob]
-            sizes[blob.key] = blob.size
+            blobs.add((blob.key, blob.size))
             return owner, row
 
         self.read_layouts(commit)
-        for rank, seal in commit.manifests:
+        for rank in ranks:
             manifest = self.read_manifest(commit, rank)
             locations = table(commit.id, rank)
-            if locations.manifest_seal != seal or len(locations.at) != len(manifest.distinct()):
+            if locations.manifest_seal != commit.manifests[rank][1] or len(locations.at) != len(manifest.distinct()):
                 raise IntegrityError(f"objects/{commit.id}/r{rank:05d}.locations: belong to another manifest")
             for source, row in locations.at:
                 owner, number = need(locations, source, row)
                 base = owner.row(number).base
                 if base is not None:
                     need(owner, *base)
-        for key, size in sorted(sizes.items()):
-            found = self.store.size(key)
-            if found != size:
-                return f"{key}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; needed by {commit.id}"
-        return None
+        return self.absent_blobs(blobs)
 
 
 def dropped_error(commit: str) -> NotFoundError:
     """Return the error of whoever asks for the content of a dropped commit."""
     return NotFoundError(f"commit {commit} was dropped by retention; its record stays in the log, its tensors are gone")
-
-
-def manifest_key(commit: str, rank: int) -> str:
-    """Return the key of a rank's manifest."""
-    return f"objects/{commit}/r{rank:05d}.manifest"
-
-
-def layouts_key(commit: str) -> str:
-    """Return the key of a commit's table of layouts."""
-    return f"objects/{commit}/layouts"
-
-
-def locations_key(commit: str, rank: int, revision: int) -> str:
-    """Return the key of a revision of a rank's locations."""
-    return f"objects/{commit}/r{rank:05d}.locations.{revision:04d}"
-
-
-def blob_key(commit: str, rank: int) -> str:
-    """Return the key of a rank's blob."""
-    return f"objects/{commit}/r{rank:05d}.safetensors"

@@ -7,7 +7,6 @@ anything of a commit is believed. `cryptography` is imported when a key is first
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from syckpt.objects import address, canonical
 from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
 from syckpt.repo import documents
+from syckpt.repo.keys import SIGNATURE, commit_key, signature_key
 from syckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "KeyFile",
     "Signer",
     "Trusted",
+    "all_signatures",
     "findings",
     "keygen",
     "load_trusted",
@@ -47,7 +48,6 @@ FILE = b"syckpt file signature v1\n"
 KeyFile: TypeAlias = "str | os.PathLike[str]"
 
 _MAX_KEY_NBYTES = 1 << 16
-_SIGNATURE = re.compile(r"signatures/([0-9a-f]{8}-[0-9a-f]{16})\.([0-9a-f]{16})\.json")
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------------------
@@ -221,20 +221,23 @@ def _create(path: str, data: bytes, mode: int) -> None:
 # -- commits -------------------------------------------------------------------------------------------------------------------
 
 
-def _signature_key(commit: str, key_id: str) -> str:
-    return f"signatures/{commit}.{key_id}.json"
-
-
 def _message(repository: Repository, commit: Commit) -> bytes:
     """Return what is signed: of the document that has the seal of `commit`, and no other."""
-    body, _ = documents.read(repository.store, f"objects/{commit.id}.json", kind="commit", seal=commit.seal)
+    body, _ = documents.read(repository.store, commit_key(commit.id), kind="commit", seal=commit.seal)
     return COMMIT + canonical.dumps(body)
 
 
 def signatures_of(repository: Repository, commit: str) -> dict[str, str]:
     """Return the keys (in the store) of a commit's signatures, by the id of the key that made them; none is checked."""
-    found = (_SIGNATURE.fullmatch(key) for key in repository.store.list("signatures/"))
-    return {match[2]: match[0] for match in found if match is not None and match[1] == commit}
+    return all_signatures(repository).get(commit, {})
+
+
+def all_signatures(repository: Repository) -> dict[str, dict[str, str]]:
+    """Return what `signatures_of` does for each commit that has a signature, from one listing."""
+    found: dict[str, dict[str, str]] = {}
+    for match in filter(None, map(SIGNATURE.fullmatch, repository.store.list("signatures/"))):
+        found.setdefault(match["commit"], {})[match["key_id"]] = match[0]
+    return found
 
 
 def remove(repository: Repository, commit: str) -> None:
@@ -258,7 +261,7 @@ def sign(repository: Repository, commit: Commit, signer: Signer) -> bool:
         "key": signer.key_id,
         "signature": signature,
     }
-    key = _signature_key(commit.id, signer.key_id)
+    key = signature_key(commit.id, signer.key_id)
     try:
         documents.write(repository.store, key, body)
     except ConflictError:
@@ -289,7 +292,7 @@ def require_signed(repository: Repository, commit: Commit, trusted: Trusted) -> 
     message = _message(repository, commit)
     problems: list[str] = []
     for key_id in trusted.keys:
-        key = _signature_key(commit.id, key_id)
+        key = signature_key(commit.id, key_id)
         try:
             if trusted.fits(key_id, message, _read(repository, key, commit, key_id)):
                 return
@@ -313,16 +316,16 @@ def findings(repository: Repository) -> list[str]:
     """Return what is wrong with the signatures of a repository, as far as it shows without keys; each text begins with the store's key."""
     found: list[str] = []
     for key in repository.store.list("signatures/"):
-        match = _SIGNATURE.fullmatch(key)
+        match = SIGNATURE.fullmatch(key)
         if match is None:
             found.append(f"{key}: is no signature: expected signatures/<commit id>.<key id>.json")
             continue
         try:
-            commit = repository.read_commit(match[1])
-            _read(repository, key, commit, match[2])
+            commit = repository.read_commit(match["commit"])
+            _read(repository, key, commit, match["key_id"])
         except NotFoundError:
             if repository.store.size(key) is not None:  # else a running writer gave the save up in between
-                found.append(f"{key}: belongs to no commit: objects/{match[1]}.json is missing")
+                found.append(f"{key}: belongs to no commit: {commit_key(match['commit'])} is missing")
         except (IntegrityError, FormatError) as exc:
             if str(exc).startswith(key):  # else it is the commit that is damaged, and reported as such
                 found.append(str(exc))

@@ -16,6 +16,7 @@ from syckpt.hyperparams.config import HyperConfig
 from syckpt.hyperparams.fingerprint import NBITS, fingerprint, similarity
 from syckpt.objects.commit import Commit
 from syckpt.repo import history
+from syckpt.repo.keys import intent_key
 from syckpt.repo.repository import Repository
 
 __all__ = ["Similar", "similar"]
@@ -62,7 +63,7 @@ def _read(repository: Repository, commits: list[str]) -> Iterator[Commit]:
     under_way = set(repository.store.list("intents/"))
     for commit in commits:
         try:
-            if f"intents/{commit}.json" not in under_way or history.is_published(repository, commit):
+            if intent_key(commit) not in under_way or history.is_published(repository, commit):
                 yield repository.read_commit(commit)
         except NotFoundError:
             continue  # It was collected meanwhile.

@@ -11,6 +11,7 @@ from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent, Lease, RefRecord
 from syckpt.repo import documents, history, leases
+from syckpt.repo.keys import commit_key
 from syckpt.repo.owner import is_dead
 from syckpt.repo.repository import Repository
 
@@ -109,8 +110,11 @@ def _about_writer(branch: Branch) -> str | None:
         return None
     if branch.writer.holds:
         return f"let the run on branch {branch.name!r} go on: a second one there gets a ConflictError, unless it names another branch=..."
-    resumable = branch.commit is None or branch.whole is not None
-    return f"the run on branch {branch.name!r} ended without closing; run its script again to go on" if resumable else None
+    if branch.commit is not None and branch.whole is None:
+        return None  # Running it again only raises.
+    if branch.writer.dead is None:
+        return f"the lease of the run on branch {branch.name!r}, on another machine, ran out: if it is gone, run its script again to go on"
+    return f"the run on branch {branch.name!r} ended without closing; run its script again to go on"
 
 
 def status(repository: Repository) -> Status:
@@ -153,7 +157,7 @@ def _branch(repository: Repository, name: str, record: RefRecord, problems: list
             problems.append(exc)
         except NotFoundError:
             problems.append(
-                IntegrityError(f"objects/{record.commit}.json: missing, though {repository.refs.key(record.ref, record.number)} names it")
+                IntegrityError(f"{commit_key(record.commit)}: missing, though {repository.refs.key(record.ref, record.number)} names it")
             )
     whole = None if tip is None else _whole(repository, tip, problems)
     return Branch(name, record.commit, tip, whole, _writer(repository, record, leases.read(repository, name)))

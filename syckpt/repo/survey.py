@@ -7,29 +7,26 @@ cannot be read is an error: nothing may be removed by someone who has not seen w
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError
-from syckpt.objects import ids
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations, Source
 from syckpt.objects.refs import Intent, Owner, RefRecord
 from syckpt.repo import documents
+from syckpt.repo.keys import COPY, RECORD, commit_key, commit_prefix, locations_prefix, manifest_key, mark_key, ref_of
 from syckpt.repo.owner import is_dead, this_process
-from syckpt.repo.repository import Repository, manifest_key
+from syckpt.repo.repository import Repository
 
-__all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop", "mark_key", "numbers_in", "read_intents"]
+__all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop", "numbers_in", "read_intents"]
 
 SETTLED_AFTER_S = 3600.0
 """A mark younger than this may be taken back by whoever made it; others leave that commit's bytes alone."""
 _SECOND_THOUGHTS_S = 60.0
 _log = logging.getLogger("syckpt")
-_RECORD = re.compile(r"logs/refs/([a-z]+)/([^/]+)/(\d{12})\.json")
-_COPY = re.compile(r"refs/(heads)/([^/]+)")
 
 Rows = dict[Source, int]
 """Rows by whose they are: bit n stands for row n."""
@@ -122,10 +119,10 @@ class Survey:
         intents = tuple(intent for intent in read_intents(self.repository) if is_dead(intent.owner) is not True)
         store, refs = self.repository.store, self.repository.refs
         numbers: dict[str, list[int]] = defaultdict(list)
-        for match in filter(None, map(_RECORD.fullmatch, store.list("logs/"))):
-            numbers[f"{match[1]}/{ids.name_of_component(match[2])}"].append(int(match[3]))
-        for match in filter(None, map(_COPY.fullmatch, store.list("refs/"))):
-            refs.head(f"{match[1]}/{ids.name_of_component(match[2])}")  # raises when a record was lost that the copy names
+        for match in filter(None, map(RECORD.fullmatch, store.list("logs/"))):
+            numbers[ref_of(match)].append(int(match["number"]))
+        for match in filter(None, map(COPY.fullmatch, store.list("refs/"))):
+            refs.head(ref_of(match))  # raises when a record was lost that the copy names
         for name, before in self._records.items():
             # A listing that lags may lack what was read already; records never go.
             if len(numbers.get(name, ())) < len(before):
@@ -160,7 +157,7 @@ class Survey:
             try:
                 self._commits[commit] = self.repository.read_commit(commit)
             except (IntegrityError, NotFoundError) as exc:
-                what = str(exc) if isinstance(exc, IntegrityError) else f"objects/{commit}.json: missing, though a record names it"
+                what = str(exc) if isinstance(exc, IntegrityError) else f"{commit_key(commit)}: missing, though a record names it"
                 raise IntegrityError(
                     f"{what}. What it leads to cannot be told, so nothing is removed: put that file back from a copy of the repository"
                 ) from exc
@@ -169,7 +166,7 @@ class Survey:
 
     def is_dropped(self, commit: str) -> bool:
         """Whether a commit is marked as dropped."""
-        return commit in self._settled or self.repository.store.size(mark_key(commit)) is not None
+        return commit in self._settled or self.repository.store.size(mark_key(commit, "dropped")) is not None
 
     def settled(self, commits: Iterable[str], *, now_s: float | None = None) -> set[str]:
         """Return those of the commits that are dropped for good: marked by this survey's owner, or by another who takes no mark back.
@@ -187,7 +184,7 @@ class Survey:
                 _log.warning(
                     "%s: left by a process that did not look again, on a commit that a branch, a tag or a save names: its bytes stay; with"
                     " all its files there, it is a commit again once you delete the mark",
-                    mark_key(commit),
+                    mark_key(commit, "dropped"),
                 )
             else:
                 self.settle(commit)
@@ -195,13 +192,13 @@ class Survey:
 
     def _is_left(self, commit: str, *, now_s: float | None) -> bool:
         """Whether another process has marked a commit, and is dead, or did so more than an hour ago."""
-        marked_s = self.repository.store.modified_s(mark_key(commit))
+        marked_s = self.repository.store.modified_s(mark_key(commit, "dropped"))
         if marked_s is None:
             return False
         return (time.time() if now_s is None else now_s) - marked_s >= SETTLED_AFTER_S or self._marker_is_dead(commit)
 
     def _marker_is_dead(self, commit: str) -> bool:
-        key = mark_key(commit)
+        key = mark_key(commit, "dropped")
         try:
             body, _ = documents.read(self.repository.store, key, kind="mark")
         except NotFoundError:
@@ -272,10 +269,10 @@ class Survey:
     def table(self, source: Source) -> Locations | None:
         """Return the newest locations of a dropped commit; None where there are none any more. Raises: IntegrityError."""
         commit, rank = source
-        prefix = f"objects/{commit}/r{rank:05d}.locations."
+        prefix = locations_prefix(commit, rank)
         tried = ""
         while True:
-            key = max((key for key in self.repository.store.list(f"objects/{commit}/") if key.startswith(prefix)), default="")
+            key = max((key for key in self.repository.store.list(commit_prefix(commit)) if key.startswith(prefix)), default="")
             if key <= tried:
                 break
             known = self._tables.get(source)
@@ -303,11 +300,6 @@ def read_intents(repository: Repository) -> Iterator[Intent]:
         yield Intent.from_body(body, where=key)
 
 
-def mark_key(commit: str) -> str:
-    """Return the key of the mark that says that a commit is dropped."""
-    return f"objects/{commit}.dropped"
-
-
 def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callable[[Sight], Iterable[str]]) -> list[str]:
     """Mark commits as dropped, look again, and take back the marks of those that are `protected` by then; return the others.
 
@@ -318,7 +310,7 @@ def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callabl
     for commit in commits:
         began_s = time.monotonic()
         try:
-            documents.write(store, mark_key(commit), {"kind": "mark", "version": 1, "why": why, "owner": asdict(this_process())})
+            documents.write(store, mark_key(commit, "dropped"), {"kind": "mark", "version": 1, "why": why, "owner": asdict(this_process())})
         except ConflictError:
             continue  # Somebody else is dropping it.
         made.append((commit, began_s))
@@ -331,7 +323,7 @@ def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callabl
             survey.settle(commit)
             dropped.append(commit)
         elif time.monotonic() - began_s < _SECOND_THOUGHTS_S:
-            store.delete(mark_key(commit))
+            store.delete(mark_key(commit, "dropped"))
         # Later, nobody may take it back, since another sweeper may go by it. It stays; so do the bytes, while something names the
         # commit.
     return dropped

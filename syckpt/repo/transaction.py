@@ -13,8 +13,9 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations
 from syckpt.objects.refs import Intent, Owner, RefRecord
 from syckpt.repo import documents, signing
+from syckpt.repo.keys import commit_key, commit_prefix, intent_key, manifest_key
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository, dropped_error, manifest_key
+from syckpt.repo.repository import Repository, dropped_error
 
 __all__ = ["Hold", "Transaction", "blobs_of", "newest_readable", "open_branch", "recover", "refuse_if_fenced", "settle"]
 
@@ -114,7 +115,7 @@ class Transaction:
         self._hold = hold
         self._intent = Intent(commit, hold.branch, hold.generation, hold.run, uses, owner)
         self._may_be_visible = False
-        documents.write(repository.store, _intent_key(commit), self._intent.to_body())
+        documents.write(repository.store, intent_key(commit), self._intent.to_body())
 
     def publish(
         self, commit: Commit, *, hold: Hold, reader: Reader, locations: list[Locations], signer: signing.Signer | None = None
@@ -129,7 +130,7 @@ class Transaction:
         except IntegrityError:
             refuse_if_fenced(repository, self._hold)
             raise
-        seal = documents.write(repository.store, f"objects/{commit.id}.json", commit.to_body())
+        seal = documents.write(repository.store, commit_key(commit.id), commit.to_body())
         sealed = Commit.from_body(commit.to_body(), seal=seal, where=commit.id)
         if signer is not None:
             signing.sign(repository, sealed, signer)
@@ -158,10 +159,6 @@ class Transaction:
         if self._may_be_visible and _record_of(self._repository, self._intent) is not None:
             return
         _remove(self._repository, self._commit)
-
-
-def _intent_key(commit: str) -> str:
-    return f"intents/{commit}.json"
 
 
 def _check_present(reader: Reader, locations: list[Locations]) -> None:
@@ -208,23 +205,19 @@ def _finish(repository: Repository, commit: Commit, record: RefRecord) -> None:
     for tag in commit.tags:
         _point(repository, f"tags/{tag}", commit)
     repository.refs.write_copy(record)
-    repository.store.delete(_intent_key(commit.id))
+    repository.store.delete(intent_key(commit.id))
 
 
 def _point(repository: Repository, ref: str, commit: Commit) -> None:
     head = repository.refs.head(ref)
     # Once made, it may have been deleted since, or mean another commit: a process that was stopped must not take it back.
-    if head is not None and _ever_named(repository, ref, commit):
+    if head is not None and repository.refs.find(ref, commit.id) is not None:
         return
     try:
         _append_point(repository, ref, commit, head)
     except ConflictError:
-        if not _ever_named(repository, ref, commit):  # by whoever completes it at this moment
+        if repository.refs.find(ref, commit.id) is None:  # by whoever completes it at this moment
             raise
-
-
-def _ever_named(repository: Repository, ref: str, commit: Commit) -> bool:
-    return any(repository.refs.read(ref, number).commit == commit.id for number in reversed(repository.refs.numbers(ref)))
 
 
 def _append_point(repository: Repository, ref: str, commit: Commit, head: RefRecord | None) -> None:
@@ -242,12 +235,12 @@ def _append_point(repository: Repository, ref: str, commit: Commit, head: RefRec
 
 def _remove(repository: Repository, commit: str) -> None:
     # From the top down: what is left after a kill in between is still unreachable, and the intent still names it.
-    repository.store.delete(f"objects/{commit}.json")
+    repository.store.delete(commit_key(commit))
     signing.remove(repository, commit)
     # One key that may be absent: the directory goes with the last of its files, and a save cut off early left it without any.
-    for key in [*repository.store.list(f"objects/{commit}/"), manifest_key(commit, 0)]:
+    for key in [*repository.store.list(commit_prefix(commit)), manifest_key(commit, 0)]:
         repository.store.delete(key)
-    repository.store.delete(_intent_key(commit))
+    repository.store.delete(intent_key(commit))
 
 
 def recover(repository: Repository, hold: Hold) -> list[str]:
@@ -294,14 +287,5 @@ def settle(repository: Repository, intent: Intent) -> bool:
 
 def _record_of(repository: Repository, intent: Intent) -> RefRecord | None:
     """Return the record that published an intent's commit."""
-    ref = f"heads/{intent.branch}"
-    for number in reversed(repository.refs.numbers(ref)):
-        try:
-            record = repository.refs.read(ref, number)
-        except IntegrityError:
-            continue
-        if record.commit == intent.commit:
-            return record
-        if record.generation < intent.generation:
-            return None
-    return None
+    # Past damaged ones: a record that rotted must not stop the saves to come. Whoever answers a user, or would make a name, stops there.
+    return repository.refs.find(f"heads/{intent.branch}", intent.commit, since=intent.generation, problems=[])

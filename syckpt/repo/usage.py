@@ -9,6 +9,7 @@ from syckpt.objects import nodes
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations, Source
 from syckpt.repo.collection import Collection, collect
+from syckpt.repo.keys import commit_of, commit_prefix
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.survey import Rows, Survey, numbers_in
@@ -78,13 +79,13 @@ def measure(repository: Repository) -> Usage:
     documents: dict[str, int] = defaultdict(int)
     for key, size in sizes.items():
         if key.startswith("objects/") and not key.endswith(".safetensors"):
-            documents[key.removeprefix("objects/")[:25]] += size
+            documents[commit_of(key)] += size
     commits = [
         CommitUsage(survey.commit(commit), *books.split(commit), documents[commit])
         for commit in sorted(books.kept, key=lambda commit: survey.commit(commit).created_ns)
     ]
     dropped = [commit for commit in books.recorded if survey.is_dropped(commit)]
-    of_dropped = tuple(f"objects/{commit}/" for commit in dropped)
+    of_dropped = tuple(commit_prefix(commit) for commit in dropped)
     retained = sum(size for key, size in sizes.items() if key.startswith(of_dropped)) if of_dropped else 0
     could_go: Collection = collect(repository, dry_run=True)
     return Usage(sum(sizes.values()), len(sizes), tuple(commits), len(dropped), retained, could_go.freed_nbytes, books.shared())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from syckpt.errors import IntegrityError, NotFoundError, SyckptError
@@ -11,14 +10,12 @@ from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent, Lease
 from syckpt.repo import documents, signing
+from syckpt.repo.keys import MARK, RECEIPT, RECORD, commit_of, intent_key, lease_key, ref_of
+from syckpt.repo.refs import CLASSES
 from syckpt.repo.repository import Repository
 from syckpt.repo.verification_report import VerifyReport
 
 __all__ = ["Records", "attempt", "check_documents", "check_leftovers", "check_names"]
-
-_MARK = re.compile(r"objects/([0-9a-f]{8}-[0-9a-f]{16})\.(damaged|dropped|preempted)")
-_RECORD = re.compile(r"logs/refs/(heads|tags|names)/([^/]+)/(\d{12})\.json")
-_RECEIPT = re.compile(r"receipts/([^/]+)/([0-9a-f]{8}-[0-9a-f]{16})/(?:r(\d{5})|verdict)\.json")
 
 
 class Records:
@@ -34,9 +31,9 @@ class Records:
         attempt(report, _check_head, repository)
         numbers: dict[str, list[int]] = {}
         for key in repository.store.list("logs/"):
-            match = _RECORD.fullmatch(key)
-            if match is not None:
-                numbers.setdefault(f"{match[1]}/{ids.name_of_component(match[2])}", []).append(int(match[3]))
+            match = RECORD.fullmatch(key)
+            if match is not None and match["kind"] in CLASSES:
+                numbers.setdefault(ref_of(match), []).append(int(match["number"]))
         for ref in sorted(numbers, key=lambda ref: (not ref.startswith("heads/"), ref)):
             before = len(report.findings)
             attempt(report, repository.refs.head, ref)
@@ -84,7 +81,7 @@ def _check_head(repository: Repository) -> None:
 def check_names(repository: Repository, commit: Commit) -> None:
     """Check that the name and tags that a commit was saved with exist, or existed."""
     wanted = [f"names/{commit.name}"] * (commit.name is not None) + [f"tags/{tag}" for tag in commit.tags]
-    if not wanted or commit.dropped or repository.store.size(f"intents/{commit.id}.json") is not None:
+    if not wanted or commit.dropped or repository.store.size(intent_key(commit.id)) is not None:
         return  # Names are free again, or still to be made.
     for ref in wanted:
         if not repository.refs.numbers(ref):
@@ -101,7 +98,7 @@ def check_documents(repository: Repository, report: VerifyReport) -> None:
         for key in repository.store.list(prefix):
             attempt(report, check, repository, key)
     for key in repository.store.list("objects/"):
-        if _MARK.fullmatch(key):
+        if MARK.fullmatch(key):
             attempt(report, _check_mark, repository, key)
     for text in signing.findings(repository):
         report.add(text)
@@ -110,24 +107,24 @@ def check_documents(repository: Repository, report: VerifyReport) -> None:
 def _check_intent(repository: Repository, key: str) -> None:
     body, _ = documents.read(repository.store, key, kind="intent")
     intent = Intent.from_body(body, where=key)
-    if key != f"intents/{intent.commit}.json":
+    if key != intent_key(intent.commit):
         raise IntegrityError(f"{key}: is the intent of {intent.commit}")
 
 
 def _check_lease(repository: Repository, key: str) -> None:
     body, _ = documents.read(repository.store, key, kind="lease")
     lease = Lease.from_body(body, where=key)
-    if key != f"leases/{ids.key_component(lease.branch)}.json":
+    if key != lease_key(lease.branch):
         raise IntegrityError(f"{key}: is the lease on {lease.branch!r}")
 
 
 def _check_receipt(repository: Repository, key: str) -> None:
-    match = _RECEIPT.fullmatch(key)
+    match = RECEIPT.fullmatch(key)
     if match is None:
         raise IntegrityError(f"{key}: neither a rank's receipt nor a verdict")
-    body, _ = documents.read(repository.store, key, kind="verdict" if match[3] is None else "receipt")
+    body, _ = documents.read(repository.store, key, kind="verdict" if match["rank"] is None else "receipt")
     fields = Fields(body, where=key)
-    if fields.text("commit") != match[2] or (match[3] is not None and fields.integer("rank") != int(match[3])):
+    if fields.text("commit") != match["commit"] or (match["rank"] is not None and fields.integer("rank") != int(match["rank"])):
         raise IntegrityError(f"{key}: is about {fields.text('commit')}, rank {body.get('rank')}")
 
 
@@ -145,12 +142,12 @@ def check_leftovers(repository: Repository, report: VerifyReport, records: Recor
     if not records.complete:
         return  # Reported already; and what the damaged ones named is not known.
     # In this order: what a running writer publishes or gives up in between is found in one of the later places.
-    found = {key.removeprefix("objects/")[:25]: key for key in repository.store.list("objects/")}
-    known = records.commits.keys() | {key.removeprefix("intents/")[:25] for key in repository.store.list("intents/")}
+    found = {commit_of(key): key for key in repository.store.list("objects/")}
+    known = records.commits.keys() | {commit_of(key) for key in repository.store.list("intents/")}
     unknown = {commit: key for commit, key in found.items() if commit not in known and ids.is_commit_id(commit)}
     if not unknown:
         return
     published = Records(repository, VerifyReport()).commits.keys()
     for commit, key in sorted(unknown.items()):
         if commit not in published and repository.store.size(key) is not None:
-            report.add(f"intents/{commit}.json: missing, though {key} belongs to no commit that a record names")
+            report.add(f"{intent_key(commit)}: missing, though {key} belongs to no commit that a record names")

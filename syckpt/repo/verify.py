@@ -24,6 +24,7 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Source
 from syckpt.objects.manifest import Entry
 from syckpt.repo import history
+from syckpt.repo.keys import commit_key, mark_key
 from syckpt.repo.reader import Place, Reader, Snapshot
 from syckpt.repo.repository import Repository, dropped_error
 from syckpt.repo.verification_documents import Records, attempt, check_documents, check_leftovers, check_names
@@ -155,7 +156,7 @@ class _Run:
         except NotFoundError:
             if named is None:
                 return None  # Of a save that was given up in between.
-            self.report.add(f"objects/{commit_id}.json: missing, though {record} names it", commit_id)
+            self.report.add(f"{commit_key(commit_id)}: missing, though {record} names it", commit_id)
         except SyckptError as exc:
             self.report.add(str(exc), commit_id)
         self.report.commits += 1
@@ -166,11 +167,11 @@ class _Run:
         for child, parent, seal in parents:
             if parent not in seals:
                 # There by now: both were made while the files were listed.
-                if parent not in self.report.damaged and self._repository.store.size(f"objects/{parent}.json") is None:
-                    self.report.add(f"objects/{parent}.json: missing, though a child names it", child)
+                if parent not in self.report.damaged and self._repository.store.size(commit_key(parent)) is None:
+                    self.report.add(f"{commit_key(parent)}: missing, though a child names it", child)
                     self._condemn(parent, whose=None)
             elif seals[parent] != seal:
-                self.report.add(f"objects/{parent}.json: not the commit that its child {child} was saved after", child)
+                self.report.add(f"{commit_key(parent)}: not the commit that its child {child} was saved after", child)
 
     def _check(self, commit: Commit) -> None:
         """Look at a commit's documents and files now, and queue its rows."""
@@ -300,7 +301,7 @@ class _Run:
         """Return what is still wrong: retention may have dropped the commit meanwhile, or repack have moved its bytes."""
         if "dropped" in self._repository.marks(commit.id):
             return []
-        if commit.id not in self._recorded and self._repository.store.size(f"objects/{commit.id}.json") is None:
+        if commit.id not in self._recorded and self._repository.store.size(commit_key(commit.id)) is None:
             return []  # Of a save that was given up in between.
         reader = Reader(self._repository, threads=1)
         found: list[str] = []
@@ -338,7 +339,7 @@ class _Run:
 
     def _acquit(self, commit: Commit) -> None:
         """A commit that is marked as damaged is whole, as far as was looked."""
-        key = f"objects/{commit.id}.damaged"
+        key = mark_key(commit.id, "damaged")
         if self._mark:
             try:
                 self._repository.store.delete(key)

@@ -19,7 +19,6 @@ import fcntl
 import functools
 import itertools
 import os
-import socket
 import stat
 import sys
 import threading
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StoreError
 from syckpt.stores.base import STAGING, MutationHook, absent, check_key, check_prefix, check_range, flat, is_key, unobserved
+from syckpt.stores.staged import is_abandoned, new_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -49,8 +49,6 @@ _WRITE_NBYTES = 8 << 20  # writes end at multiples of this: unaligned ones cost 
 _COPY_NBYTES = 4096  # smaller buffers are copied: cheaper than a place in the vector
 _VECTOR_COUNT = 1024  # IOV_MAX
 _READER_COUNT = 64  # open descriptors kept for `readinto`
-_FOREIGN_AGE_S = 24 * 3600
-_SUFFIX = ".part"  # of files in staging; whatever else lies there is somebody else's
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -141,7 +139,7 @@ class LocalStore:
             for name in os.listdir(at):
                 with suppress(FileNotFoundError):  # its owner or another collector removed it first
                     found = os.lstat(name, dir_fd=at)
-                    if name.endswith(_SUFFIX) and not stat.S_ISDIR(found.st_mode) and _is_abandoned(name, found.st_mtime):
+                    if not stat.S_ISDIR(found.st_mode) and is_abandoned(name, found.st_mtime):
                         self._unlink(name, f"{STAGING}/{name}", at=at)
                         removed += 1
         return removed
@@ -299,7 +297,7 @@ class _LocalSink:
 
     def _stage(self) -> int | None:
         """Open a new file in `staging/`; None if that name was taken: of the same pid and start time, before the machine was restarted."""
-        store, name = self._store, _new_name()
+        store, name = self._store, new_name()
         self._staged = store.path(f"{STAGING}/{name}")
         with (
             _translating("open", self._staged),
@@ -569,45 +567,3 @@ def _find_start_writeback() -> Callable[[int, int, int, int], int] | None:
 
 
 _start_writeback = _find_start_writeback()
-_counter = itertools.count()
-
-
-def _new_name() -> str:
-    pid = os.getpid()
-    return f"{_host()}-{pid}-{_start_time(pid) or 0}-{next(_counter)}{_SUFFIX}"
-
-
-@functools.cache
-def _host() -> str:
-    """Return the host's name and pid namespace: containers may share the first, and then their pids mean nothing to each other."""
-    try:
-        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _start_time(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; 0 where the system does not tell, None if it is dead."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:  # alive, another user's
-            return 0
-        return 0
-    return None if state in (b"Z", b"X") else int(fields[18])
-
-
-def _is_abandoned(name: str, modified_s: float) -> bool:
-    try:
-        host, pid, start, _ = name.rsplit("-", 3)
-        if host == _host():
-            found = _start_time(int(pid))
-            return found is None or (start != "0" and found not in (0, int(start)))
-    except ValueError:  # not named by this version: judged by its age
-        pass
-    return time.time() - modified_s > _FOREIGN_AGE_S

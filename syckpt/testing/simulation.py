@@ -26,7 +26,8 @@ from syckpt.objects.layouts import LayoutTable, TensorLayout
 from syckpt.objects.locations import BlobRecord, Locations, Row
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.repo import documents
-from syckpt.repo.repository import Repository, blob_key, layouts_key, locations_key, manifest_key
+from syckpt.repo.keys import blob_key, layouts_key, locations_key, manifest_key
+from syckpt.repo.repository import Repository
 from syckpt.reshard.keeping import split_of
 from syckpt.reshard.layout import Layout, copies, holders, keepers, local_shape
 from syckpt.reshard.owners import Copied, choose, spread

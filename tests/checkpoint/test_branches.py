@@ -294,7 +294,7 @@ def test_best_without_a_metric_is_not_found(tmp_path):
         ckpt.x = 1
         ckpt.save(metric=float("nan"))
         ckpt.save()
-    with pytest.raises(syckpt.NotFoundError, match="no commit 'best'"):
+    with pytest.raises(syckpt.NotFoundError, match="none of the 2 commits of main has a metric"):
         syckpt.load(tmp_path, "best")
 
 

@@ -14,8 +14,9 @@ from syckpt.checkpoint.start import Arguments, Start, agree_on_start
 from syckpt.dist.coordinator import SingleProcess
 from syckpt.errors import IntegrityError, NotFoundError, StateError
 from syckpt.repo import signing
+from syckpt.repo.keys import manifest_key
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository, manifest_key
+from syckpt.repo.repository import Repository
 from syckpt.stores.base import parse_root
 from syckpt.testing.repositories import commit_id, make_repository
 

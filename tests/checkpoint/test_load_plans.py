@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from syckpt.checkpoint.content import Content, whole
+from syckpt.checkpoint.resume import share
 from syckpt.errors import IntegrityError
 from syckpt.objects.box import Box
 from syckpt.objects.layouts import LayoutTable
 from syckpt.repo import documents
+from syckpt.repo.keys import layouts_key
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import layouts_key
 from syckpt.reshard.layout import Layout, Placement, Replicate, Shard, StridedShard, boxes_at
 from syckpt.testing.simulation import Simulated, Tensor, simulate
 
@@ -72,6 +73,18 @@ def test_a_rank_reads_the_manifests_that_overlap_its_own_part(
     # Those that overlap, and the one whose structure it takes.
     assert content.manifests_read == manifests
     assert simulated.reads == {"layouts": 1, "manifest": manifests, "locations": manifests}
+
+
+@pytest.mark.parametrize("readers", [1024, 512, 300])
+def test_readers_that_resume_check_every_part_once_between_them(sharded: tuple[Simulated, list[Tensor]], readers: int) -> None:
+    simulated, _ = sharded
+    shares = [share(simulated.commit, reader, readers) for reader in range(readers)]
+    assert sorted(rank for mine in shares for rank in mine) == list(range(RANKS))
+    simulated.reads.clear()
+    simulated.repository.check_whole(simulated.commit, ranks=shares[0])
+    parts = len(shares[0])
+    assert parts == -(-RANKS // readers)
+    assert simulated.reads == {"layouts": 1, "manifest": parts, "locations": parts}
 
 
 def test_plain_tensors_are_stored_by_sixteen_ranks_however_many_there_are() -> None:

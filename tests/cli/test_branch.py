@@ -70,7 +70,11 @@ def test_a_branch_is_made_at_head_or_where_it_is_told_deleted_and_brought_back(r
         (["-d", "main"], 4, "is the one that HEAD names"),
         (["-d", "nothing"], 3, "no branch 'nothing'"),
         (["x", "--at", "nothing"], 3, "no commit 'nothing'"),
-        (["a b"], 8, "cannot be the name of a branch"),
+        (["a b"], 2, "cannot be the name of a branch"),
+        (["--default", "nothing"], 3, "no branch 'nothing'"),
+        (["--default"], 2, "which branch?"),
+        (["--default", "-d", "team/wide"], 2, "choose one"),
+        (["--default", "team/wide", "--at", "HEAD"], 2, "--at says where"),
         (["-d"], 2, "which branch?"),
         (["--at", "HEAD"], 2, "which branch?"),
         (["-d", "team/wide", "--at", "HEAD"], 2, "--at says where"),
@@ -81,6 +85,23 @@ def test_what_cannot_be_done_is_told_with_its_exit_status(root: Path, arguments:
     assert (result.exit_code, result.stdout) == (status, "")
     assert text in result.stderr
     assert len(document(root)) == 3
+
+
+def test_head_goes_to_another_branch_and_then_the_first_can_be_deleted(root: Path) -> None:
+    refused = run(root, "-d", "main").stderr
+    assert refused.endswith("choose another first, with `syckpt branch --default NAME`\n")
+    assert run(root, "--default", "team/wide").stdout == "HEAD names team/wide\n"
+    assert (root / ".syckpt/HEAD").read_text() == "ref: refs/heads/team/wide\n"
+    assert run(root, "-d", "main").exit_code == 0
+    assert [(one["name"], one["head"]) for one in document(root)] == [("empty", False), ("team/wide", True)]
+    assert document(root, "--default", "empty") == [{"name": "empty", "head": True}]
+
+
+def test_a_damaged_head_is_set_right(root: Path) -> None:
+    (root / ".syckpt/HEAD").write_text("nonsense")
+    assert run(root).exit_code == 5
+    assert run(root, "--default", "main").exit_code == 0
+    assert run(root).exit_code == 0
 
 
 def test_an_empty_repository_has_no_branches(tmp_path: Path) -> None:

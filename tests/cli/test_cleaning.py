@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from syckpt.stores.base import parse_root
 from syckpt.testing.repositories import MIDNIGHT_NS, commit_id, make_repository
 
 
-def run(root: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["-C", str(root), *arguments])
+def run(root: Path, *arguments: str, columns: int | None = None) -> Result:
+    return CliRunner().invoke(main, ["-C", str(root), *arguments], env={"COLUMNS": columns and str(columns)})
 
 
 def document(root: Path, *arguments: str) -> Any:
@@ -50,6 +51,18 @@ def test_a_dry_run_names_what_stays_and_why_and_what_would_go(root: Path) -> Non
         "drop  00000000-00000004  step 40",
     ]
     assert summary.startswith("would drop 2 commits of main, keeping 3: would free ")
+
+
+@pytest.mark.parametrize(("columns", "call"), [(50, "retain --last 1 --dry-run"), (60, "du"), (50, "best"), (50, "verify")])
+def test_lines_are_wrapped_to_the_terminal_and_say_the_same(columns: int, call: str, root: Path) -> None:
+    run(root, "tag", "good", "best")
+    wide, narrow = (run(root, *call.split(), columns=width).stdout for width in (None, columns))
+    assert max(map(len, narrow.splitlines())) <= columns < max(map(len, wide.splitlines()))
+    assert [*map(_steady, narrow.split())] == [*map(_steady, wide.split())]
+
+
+def _steady(word: str) -> str:
+    return re.sub(r"[\d.]+$", "0", word)
 
 
 def test_retain_drops_and_the_log_shows_it(root: Path) -> None:

@@ -185,6 +185,42 @@ def test_a_damaged_tag_does_not_hide_the_commits(tmp_path: Path) -> None:
     assert "logs/refs/tags/v1/000000000001.json" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def thinned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """main: 1 to 6; wide: 1 2 3 7 8 9. Kept are 3, 6, 9 alone, and 1, which is tagged."""
+    path = tmp_path_factory.mktemp("thinned")
+    repository = make_repository(path, commits=[{"tags": ("v1",)}, {}, {}, {}, {}, {}], branches={"wide": (3, 3)})
+    for number in (2, 4, 5, 7, 8):
+        repository.mark(commit_id(number), "dropped", why="test")
+    return path
+
+
+def test_dropped_commits_that_follow_each_other_are_one_line(thinned: Path) -> None:
+    assert run(thinned, "--oneline").stdout == (
+        "00000000-00000006  step 60  (HEAD -> main)\n"
+        "... 2 dropped commits, steps 40 to 50; --dropped shows them\n"
+        "00000000-00000003  step 30\n"
+        "00000000-00000002  step 20  [dropped]\n"
+        "00000000-00000001  step 10  (tag: v1)\n"
+    )
+    assert max(map(len, run(thinned, columns=40).stdout.splitlines()[3:4])) <= 40
+    assert [one["id"] for one in documents(thinned)] == [commit_id(k) for k in (6, 5, 4, 3, 2, 1)]
+
+
+def test_a_fold_leaves_the_graph_right_and_dropped_unfolds_it(thinned: Path) -> None:
+    assert run(thinned, "--graph", "--all", "--oneline").stdout == (
+        "*   00000000-00000009  step 90  (wide)\n"
+        ":   ... 2 dropped commits, steps 70 to 80; --dropped shows them\n"
+        "| * 00000000-00000006  step 60  (HEAD -> main)\n"
+        "| : ... 2 dropped commits, steps 40 to 50; --dropped shows them\n"
+        "|/\n"
+        "*   00000000-00000003  step 30\n"
+        "*   00000000-00000002  step 20  [dropped]\n"
+        "*   00000000-00000001  step 10  (tag: v1)\n"
+    )
+    assert run(thinned, "--graph", "--all", "--oneline", "--dropped").stdout.count("[dropped]") == 5
+
+
 def test_a_branch_at_an_older_commit_needs_no_lane(tmp_path: Path) -> None:
     make_repository(tmp_path, commits=2, branches={"still": (1, 0)})
     assert run(tmp_path, "--graph", "--all", "--oneline").stdout == (

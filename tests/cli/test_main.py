@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -131,6 +132,28 @@ def test_the_help_of_a_command_shows_examples(command: str) -> None:
 @pytest.mark.parametrize(("topic", "title"), [("format", "# The syckpt repository format"), ("ARCHITECTURE", "# Architecture")])
 def test_help_prints_the_texts_of_the_package(topic: str, title: str) -> None:
     assert run("help", topic).stdout.startswith(title)
+
+
+def test_a_topic_is_rendered_to_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syckpt.cli.help._is_terminal", lambda: True)
+    result = CliRunner().invoke(main, ["help", "retention"], env={"COLUMNS": "60"})
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0].strip() == "Keeping what you need, and no more"
+    assert "**" not in result.stdout
+
+
+def test_no_help_is_wider_than_80_columns_there() -> None:
+    for arguments in ([], *([command] for command in main.list_commands(click.Context(main)))):
+        text = CliRunner().invoke(main, [*arguments, "--help"], env={"COLUMNS": "80"}).stdout
+        assert [line for line in text.splitlines() if len(line) > 80] == [], arguments
+
+
+def test_a_mistyped_command_is_told_what_is_near() -> None:
+    result = run("stauts")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no such command 'stauts'; did you mean status?" in result.stderr
+    assert "did you mean" not in run("frobnicate").stderr
 
 
 def test_help_lists_commands_and_topics() -> None:

@@ -63,12 +63,12 @@ def test_a_commit_is_shown_in_full(root: Path, monkeypatch: pytest.MonkeyPatch) 
         "  model  2 tensors  20.4 kB\n"
         "\n"
         "stored\n"
-        "  tensors   2, 20.4 kB\n"
-        f"  stored    1 (1 as deltas) in a blob of {blob.stat().st_size / 1000:.1f} kB\n"
-        "  pointed   1\n"
-        f"  keyframe  {commit_id(1)}, 1 commit ago\n"
+        "  tensors    2, 20.4 kB\n"
+        f"  written    1 (1 as deltas) in a blob of {blob.stat().st_size / 1000:.1f} kB\n"
+        "  unchanged  1, in files of earlier commits\n"
+        f"  keyframe   {commit_id(1)}, 1 commit ago\n"
         "\n"
-        "figures\n"
+        "the save\n"
         "  keyframe  False\n"
         "  ratio     1.52x\n"
         "  staged    20.4 kB\n"
@@ -98,8 +98,8 @@ def test_json_adds_what_the_commit_holds(root: Path) -> None:
 
 def test_a_keyframe_says_so(root: Path) -> None:
     lines = run(root, "HEAD~1").stdout.splitlines()
-    assert "  keyframe  this commit" in lines
-    assert "  pointed   0" in lines
+    assert "  keyframe   this commit" in lines
+    assert "  unchanged  0" in lines
 
 
 def test_a_dropped_commit_shows_its_record(root: Path) -> None:

@@ -95,3 +95,13 @@ def test_verify_finds_a_damaged_signature_without_any_key(root: Path) -> None:
     result = run(root, "verify")
     assert result.exit_code == 5
     assert result.stdout.startswith(f"signatures/{path.name}: damaged")
+
+
+def test_who_signed_stands_in_show_and_that_it_is_signed_in_the_log(root: Path) -> None:
+    keys = [json.loads(run(root, "sign", "HEAD", "--key", str(root / name), "--json").stdout)["key"] for name in ("mine", "other")]
+    first, second = sorted(keys)
+    assert f"signed by   key {first}\n            key {second}\n" in run(root, "show").stdout
+    assert "signed by" not in run(root, "show", "HEAD~1").stdout
+    assert json.loads(run(root, "show", "--json").stdout)["signatures"] == [first, second]
+    assert json.loads(run(root, "show", "HEAD~1", "--json").stdout)["signatures"] == []
+    assert run(root, "log", "--oneline").stdout == ("00000000-00000002  step 20  [signed] (HEAD -> main)\n00000000-00000001  step 10\n")

@@ -76,3 +76,11 @@ def test_many_differences_are_cut(tmp_path: Path) -> None:
     assert lines[2] == "    + k00: 0"
     assert lines[-1] == "    ... 12 more"
     assert len(lines) == 2 + 8 + 1
+
+
+def test_that_nothing_is_similar_is_told_on_stderr(tmp_path: Path) -> None:
+    make_repository(tmp_path, commits=1)
+    result = run(tmp_path, "HEAD")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "syckpt: no other commit has a configuration to compare with\n"
+    assert (document(tmp_path, "HEAD"), run(tmp_path, "HEAD", "--json").stderr) == ([], "")

@@ -67,8 +67,12 @@ def test_a_writer_and_its_save_are_told_with_what_is_known_of_the_process(root: 
     assert found[5].startswith(f"              written by process {pid} on ")
     assert found[5].endswith(" (alive, since then; run job, generation 1)")
     assert found[7] == f"saves       {commit_id(9)} on wide, by process {pid} on {owner.this_process().host} (under way)"
-    assert found[8].startswith("next        nothing: ")
-    assert max(map(len, lines(root, columns=60))) <= 60
+    assert found[8:] == [
+        "next        let the run on branch 'wide' go on: a second one there gets a ConflictError, unless it names another branch=..."
+    ]
+    where, *others = lines(root, columns=60)
+    assert where.endswith("/.syckpt")  # A path stays whole, so that it can be copied.
+    assert max(map(len, others)) <= 60
     record = document(root)
     assert record["branches"][1]["writer"]["alive"] is True
     assert record["branches"][0]["writer"] is None
@@ -84,11 +88,38 @@ def test_what_the_dead_and_the_damaged_need_is_told(root: Path) -> None:
     assert found[7].endswith("(cut off: that is dead)")
     assert found[8:] == [
         f"damaged     {commit_id(1)}: blob: a flipped bit",
-        f"next        `syckpt verify {commit_id(1)}` tells what is damaged; a resume goes past this commit",
+        f"next        `syckpt verify {commit_id(1)}` tells what is damaged",
         f"            the save {commit_id(9)} was cut off: the next run on branch 'wide' clears or completes it",
         "            the run on branch 'wide' ended without closing; run its script again to go on",
     ]
     assert document(root)["damaged"] == [{"commit": commit_id(1), "why": "blob: a\nflipped bit"}]
+
+
+def test_a_writer_elsewhere_holds_a_branch_as_long_as_its_lease_runs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: MIDNIGHT_NS)
+    take(root, "wide", replace(owner.this_process(), host="elsewhere", boot="another"))
+    assert document(root)["next"][0].startswith("let the run on branch 'wide' go on: ")
+    monkeypatch.setattr("time.time_ns", lambda: MIDNIGHT_NS + 2 * 10**18)
+    assert document(root)["next"][0].startswith("the lease of the run on branch 'wide', on another machine, ran out: ")
+
+
+def test_where_a_resume_goes_past_damage_and_where_it_cannot(root: Path) -> None:
+    repository = Repository.open(parse_root(root))
+    repository.mark(commit_id(2), "damaged", why="test")
+    repository.mark(commit_id(3), "damaged", why="test")
+    past = f"goes past its damaged commits to {commit_id(1)}, step 10"
+    assert document(root)["next"] == [
+        "`syckpt verify` tells what is damaged: 2 commits are marked",
+        *(f"a resume on branch '{branch}' {past}" for branch in ("main", "wide")),
+    ]
+    repository.mark(commit_id(1), "dropped", why="test")
+    take(root, "wide", replace(owner.this_process(), start=1))
+    raises = "can be loaded, and a resume raises: put the damaged files back from a copy, then `syckpt verify`; or begin anew with"
+    assert document(root)["next"] == [
+        "`syckpt verify` tells what is damaged: 2 commits are marked",
+        *(f"no commit of branch '{branch}' {raises} auto_resume=False" for branch in ("main", "wide")),
+        f"the save {commit_id(9)} was cut off: the next run on branch 'wide' clears or completes it",
+    ]
 
 
 def test_damage_is_shown_and_is_the_exit_status(root: Path) -> None:

@@ -52,7 +52,7 @@ def test_tags_are_made_listed_and_deleted(root: Path) -> None:
         (["main"], 4, "'main' is a branch"),
         (["-d", "nothing"], 3, "no tag 'nothing'"),
         (["x", "nothing"], 3, "no commit 'nothing'"),
-        (["best"], 8, "cannot be the name of a tag"),
+        (["best"], 2, "cannot be the name of a tag"),
         (["-d"], 2, "which tag?"),
         (["-d", "v1", "HEAD"], 2, "-d takes the name of a tag"),
     ],
@@ -62,3 +62,10 @@ def test_what_cannot_be_done_is_told_with_its_exit_status(root: Path, arguments:
     assert (result.exit_code, result.stdout) == (status, "")
     assert text in result.stderr
     assert len(document(root)) == 1
+
+
+def test_no_tags_are_told_on_stderr(tmp_path: Path) -> None:
+    make_repository(tmp_path, commits=1)
+    result = run(tmp_path)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "syckpt: no tags: `syckpt tag NAME` makes one\n")
+    assert (document(tmp_path), run(tmp_path, "--json").stderr) == ([], "")

@@ -511,6 +511,28 @@ def damaged_for_one_rank(scene: Scene) -> None:
         scene.note("next", lambda: durable(ckpt, 2))
 
 
+def lost_for_one_rank(scene: Scene) -> None:
+    """Of rank 1's parts, the newest commit has a blob that is cut off, and the one before it no manifest: rank 0's are whole."""
+    with scene.manager() as ckpt:
+        for step in (0, 1, 2):
+            ckpt.register("own", {"values": own(scene.rank, step)})
+            scene.note(f"save {step}", lambda step=step: durable(ckpt, step))  # type: ignore[misc]
+            del ckpt.own
+    if scene.rank == 1:
+        objects = scene.root / ".syckpt" / "objects"
+        blob = objects / scene.met["save 2"] / "r00001.safetensors"
+        data = blob.read_bytes()[:-1]
+        blob.unlink()
+        blob.write_bytes(data)
+        (objects / scene.met["save 1"] / "r00001.manifest").unlink()
+    scene.meet("lost")
+    with scene.manager() as ckpt:
+        scene.note("chosen", lambda: ckpt.resumed and ckpt.resumed.id)
+        ckpt.register("own", {"values": torch.zeros(100)})
+        scene.note("own", lambda: bool(torch.equal(ckpt.own["values"], own(scene.rank, 0))))
+        scene.note("next", lambda: durable(ckpt, 3))
+
+
 def newcomer(root: str) -> None:
     """Be a newer incarnation of the job, of one process."""
     with CheckpointManager(root, rng=False, save_on_exit=False) as ckpt:
@@ -600,6 +622,7 @@ SCENARIOS: list[Callable[[Scene], None]] = [
     other_arguments,
     a_directory_that_is_not_shared,
     damaged_for_one_rank,
+    lost_for_one_rank,
     an_orphaned_incarnation,
     an_orphan_whose_writer_died,
     a_stopped_trainer,

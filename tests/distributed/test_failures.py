@@ -123,6 +123,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Played:
             "other_arguments",
             "a_directory_that_is_not_shared",
             "damaged_for_one_rank",
+            "lost_for_one_rank",
             "a_stopped_trainer",
             "a_killed_trainer",
         ],
@@ -244,6 +245,17 @@ class TestCalls:
         following = calls.met("damaged_for_one_rank")[0]["next"]
         assert history.log(Repository.open(parse_root(root)))[0].parents == (found["save 0"],)
         assert same(syckpt.load(root, following)["net"], state(2)["net"])
+
+    def test_a_commit_of_which_one_rank_misses_a_part_is_passed_over_by_all_when_the_managers_are_made(self, calls: Played) -> None:
+        for found in calls.met("lost_for_one_rank"):
+            assert (found["chosen"], found["own"]) == (found["save 0"], True)
+        repository = Repository.open(parse_root(calls.root("lost_for_one_rank")))
+        newest, before = found["save 2"], found["save 1"]
+        assert history.log(repository)[0].parents == (found["save 0"],)
+        cut = repository.why(newest, "damaged")
+        assert cut is not None
+        assert cut.startswith(f"rank 1: objects/{newest}/r00001.safetensors: ")
+        assert repository.why(before, "damaged") == f"objects/{before}/r00001.manifest: missing, though commit {before} names it"
 
     def test_a_stopped_trainer_is_named_told_when_it_goes_on_and_takes_part_in_the_next_save(self, calls: Played) -> None:
         (first, said), (second, told) = calls.errors("a_stopped_trainer", "save")

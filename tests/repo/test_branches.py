@@ -144,7 +144,7 @@ def test_the_branch_that_head_names_is_not_deleted(desk):
     desk.open()
     first = desk.save()
     branches.create(desk.repository, "wide", first, run="me")
-    with pytest.raises(ConflictError, match=r"'main' is the one that HEAD names.*write 'ref: refs/heads/<another branch>'"):
+    with pytest.raises(ConflictError, match=r"'main' is the one that HEAD names.*`syckpt branch --default NAME`"):
         branches.delete(desk.repository, "main", run="me")
     desk.repository.set_head("wide")
     branches.delete(desk.repository, "main", run="me")

@@ -23,10 +23,10 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Source
 from syckpt.repo import branches, history
 from syckpt.repo.collection import REFLOG_S, collect
+from syckpt.repo.keys import mark_key
 from syckpt.repo.reader import Reader
 from syckpt.repo.repacking import repack
 from syckpt.repo.retention import Keeper, Retained, Retention, retain
-from syckpt.repo.survey import mark_key
 from syckpt.repo.transaction import recover
 from syckpt.repo.verify import verify
 from syckpt.stores.memory import MemoryStore
@@ -380,7 +380,7 @@ class Cleaning(RuleBasedStateMachine):
 
     def _age_marks(self) -> None:
         for commit in self.dropped:
-            self.store._written[mark_key(commit)] = 0.0
+            self.store._written[mark_key(commit, "dropped")] = 0.0
 
     @rule(share=st.sampled_from([0.0, 0.3]))
     def repack(self, share: float) -> None:

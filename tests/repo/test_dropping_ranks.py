@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from syckpt.objects.commit import Commit
+from syckpt.repo.keys import mark_key
 from syckpt.repo.reader import Reader
 from syckpt.repo.repacking import plan_sweeps, run_sweeps
 from syckpt.repo.repository import Repository
-from syckpt.repo.survey import Survey, drop, mark_key
+from syckpt.repo.survey import Survey, drop
 from syckpt.repo.verify import verify
 from syckpt.testing.commits import make_commit
 
@@ -28,7 +29,7 @@ def save(root: Path, kept: torch.Tensor, *, seed: int) -> tuple[Repository, Comm
 
 def mark_long_ago(repository: Repository, commit: Commit) -> None:
     repository.mark(commit.id, "dropped", why="a test")
-    os.utime(Path(repository.store.describe()) / mark_key(commit.id), (0, 0))
+    os.utime(Path(repository.store.describe()) / mark_key(commit.id, "dropped"), (0, 0))
 
 
 def test_a_base_stays_while_the_commit_between_is_being_dropped_by_another_process(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from syckpt.objects.commit import Commit
 from syckpt.objects.layouts import LayoutTable
 from syckpt.repo import documents
 from syckpt.repo.collection import GRACE_S, collect
-from syckpt.repo.repository import layouts_key
+from syckpt.repo.keys import layouts_key
 from syckpt.repo.retention import Retention, retain
 from syckpt.repo.transaction import recover
 from syckpt.repo.verify import verify

@@ -13,8 +13,8 @@ import pytest
 from syckpt.errors import IntegrityError, StateError, StoreError, SyckptError
 from syckpt.objects.locations import Locations
 from syckpt.repo import documents, packing
+from syckpt.repo.keys import locations_key, manifest_key
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import locations_key, manifest_key
 from syckpt.stores.local import LocalStore
 from syckpt.stores.memory import MemoryStore
 

@@ -16,12 +16,13 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, SyckptEr
 from syckpt.objects.refs import Owner
 from syckpt.repo import branches, documents, survey
 from syckpt.repo.collection import GRACE_S, REFLOG_S, collect
+from syckpt.repo.keys import locations_key, mark_key
 from syckpt.repo.owner import this_process
 from syckpt.repo.reader import Reader
 from syckpt.repo.repacking import plan_sweeps, repack, sweep
-from syckpt.repo.repository import Repository, locations_key
+from syckpt.repo.repository import Repository
 from syckpt.repo.retention import Keeper, Retention, retain
-from syckpt.repo.survey import Survey, mark_key
+from syckpt.repo.survey import Survey
 from syckpt.repo.transaction import Transaction, open_branch, recover, settle
 from syckpt.repo.verify import verify
 from syckpt.stores.local import LocalStore
@@ -101,7 +102,7 @@ def held(seed: int) -> dict[str, bytes]:
 
 def dropped_long_ago(store: MemoryStore, repository: Repository, commit: str) -> None:
     repository.mark(commit, "dropped", why="a test")
-    store._written[mark_key(commit)] -= 3601
+    store._written[mark_key(commit, "dropped")] -= 3601
 
 
 # -- a writer that is stopped anywhere ------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def test_a_commit_named_just_before_its_mark_stays_though_its_marker_never_looks
 
         def second_look(self: Survey) -> Any:
             looks.append(self)
-            if store.size(mark_key(commits[0].id)) is not None:
+            if store.size(mark_key(commits[0].id, "dropped")) is not None:
                 kill()
             return look(self)
 
@@ -240,7 +241,7 @@ def test_a_commit_named_just_before_its_mark_stays_though_its_marker_never_looks
     else:
         report = retain(desk.repository, "main", Retention(last=1))
         assert [commit.id for commit in report.dropped] == [commits[1].id, commits[2].id]
-        store._written[mark_key(commits[0].id)] -= 3601
+        store._written[mark_key(commits[0].id, "dropped")] -= 3601
     desk.store.before = lambda operation, key: None
     monkeypatch.undo()
     for _ in range(2):
@@ -249,7 +250,7 @@ def test_a_commit_named_just_before_its_mark_stays_though_its_marker_never_looks
         repack(desk.repository, dead_share=0.0)
     # Not one of its bytes went, and once the mark is gone it is a commit as before.
     assert desk.load(commits[0]) == held(0)
-    store.delete(mark_key(commits[0].id))
+    store.delete(mark_key(commits[0].id, "dropped"))
     desk.repository.check_whole(desk.repository.read_commit(commits[0].id))
     assert verify(desk.repository).errors == []
 
@@ -258,7 +259,7 @@ def test_a_mark_that_a_dead_process_left_on_what_nothing_names_is_carried_out(ma
     desk = make_desk()
     desk.open()
     commits = [desk.save(state(n)) for n in range(3)]
-    documents.write(desk.store, mark_key(commits[0].id), {"kind": "mark", "version": 1, "why": "", "owner": vars(dead())})
+    documents.write(desk.store, mark_key(commits[0].id, "dropped"), {"kind": "mark", "version": 1, "why": "", "owner": vars(dead())})
     collect(desk.repository)
     assert [key for key in desk.store.list(f"objects/{commits[0].id}/") if key.endswith("manifest")] == []
     assert desk.load(commits[2]) == held(2)

@@ -167,6 +167,26 @@ def test_a_damaged_newest_record_is_an_error_and_a_record_in_a_strange_place_too
         refs.read("heads/main", 9)
 
 
+def test_the_newest_record_that_names_a_commit_is_found_and_damaged_ones_only_by_whoever_passes_them_over():
+    store, refs = make(0)
+    for number, (commit, generation) in enumerate([(A, 1), (B, 1), (A, 2), (B, 3)]):
+        refs.append(
+            "heads/main", after=number, commit=commit, commit_seal="ab", previous=None, generation=generation, run="run", reason="save"
+        )
+    assert refs.find("heads/main", A).number == 3
+    assert refs.find("heads/main", "00000000-000000000000000c") is None
+    assert refs.find("heads/other", A) is None
+    assert refs.find("heads/main", A, since=3).number == 3  # where the search ends is looked at, too
+    store.replace(refs.key("heads/main", 3), b"{")
+    with pytest.raises(IntegrityError, match=r"000000000003\.json"):
+        refs.find("heads/main", A)
+    problems = []
+    assert refs.find("heads/main", A, problems=problems).number == 1
+    assert refs.find("heads/main", A, since=2, problems=problems) is None
+    assert [str(problem).partition(":")[0] for problem in problems] == [refs.key("heads/main", 3)] * 2
+    assert refs.find("heads/main", B).number == 4
+
+
 def test_a_deleted_branch_exists_no_more_but_keeps_its_numbers():
     _, refs = make(2)
     refs.write_copy(append(refs, 2, None, reason="delete"))

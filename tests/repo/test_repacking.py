@@ -10,6 +10,7 @@ import pytest
 
 from syckpt.errors import ConflictError, StoreError
 from syckpt.repo import repacking, survey
+from syckpt.repo.keys import mark_key
 from syckpt.repo.repacking import plan_sweeps, repack, sweep
 from syckpt.repo.verify import verify
 
@@ -38,7 +39,7 @@ def scene(make_desk, request) -> Any:
 def dropped(desk: Any, commit: str) -> None:
     """Drop a commit long ago, and nothing more."""
     desk.repository.mark(commit, "dropped", why="a test")
-    desk.store._written[survey.mark_key(commit)] -= 3601
+    desk.store._written[mark_key(commit, "dropped")] -= 3601
 
 
 def held(seed: int) -> dict[str, bytes]:
@@ -138,8 +139,8 @@ def test_a_row_that_moved_once_may_move_again(scene) -> None:
 def test_bytes_of_what_was_dropped_a_moment_ago_by_a_living_process_are_left_alone(scene) -> None:
     dropped(scene, scene.commits[1].id)
     survey.drop(survey.Survey(scene.repository), [scene.commits[1].id], why="", protected=lambda now: ())
-    scene.store._written[survey.mark_key(scene.commits[0].id)] += 3601
-    scene.store._written[survey.mark_key(scene.commits[1].id)] += 3601
+    scene.store._written[mark_key(scene.commits[0].id, "dropped")] += 3601
+    scene.store._written[mark_key(scene.commits[1].id, "dropped")] += 3601
     assert repack(scene.repository).sweeps == ()
 
 

@@ -18,7 +18,7 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StateErr
 from syckpt.objects import canonical
 from syckpt.objects.commit import Commit
 from syckpt.repo import documents, history, signing
-from syckpt.repo.repository import locations_key, manifest_key
+from syckpt.repo.keys import locations_key, manifest_key
 from syckpt.repo.signing import Signer, Trusted, findings, keygen, load_trusted, require_signed, sign, signatures_of
 from syckpt.repo.transaction import recover
 from syckpt.repo.verify import verify

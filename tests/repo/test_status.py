@@ -62,7 +62,11 @@ def test_saves_under_way_and_cut_off_and_damage_are_told(desk):
     found = status(desk.repository)
     assert [(save.intent.commit, save.dead) for save in found.saves] == [(commit, None)]
     assert found.damaged == (Damage(first.id, "blob: a flipped bit"),)
-    assert found.advice() == [f"`syckpt verify {first.id}` tells what is damaged; a resume goes past this commit"]
+    assert found.advice() == [
+        f"`syckpt verify {first.id}` tells what is damaged",
+        "no commit of branch 'main' can be loaded, and a resume raises: put the damaged files back from a copy, then `syckpt verify`;"
+        " or begin anew with auto_resume=False",
+    ]
 
 
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_told(desk):

@@ -15,9 +15,10 @@ import pytest
 from syckpt.errors import StateError
 from syckpt.objects.refs import Intent, Lease, Owner
 from syckpt.repo import documents
+from syckpt.repo.keys import locations_key
 from syckpt.repo.packing import Staged
 from syckpt.repo.reader import Reader
-from syckpt.repo.repository import Repository, locations_key
+from syckpt.repo.repository import Repository
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.stores.base import parse_root
 from syckpt.stores.memory import MemoryStore

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StoreError
-from syckpt.stores import local
+from syckpt.stores import local, staged
 from syckpt.stores.base import StoreSpec, open_store, parse_root
 from syckpt.stores.local import LocalStore
 from syckpt.testing.stores import StoreSuite
@@ -391,7 +391,7 @@ def test_collect_staging_removes_only_files_of_dead_owners(store: LocalStore, tm
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     dead = child.pid
-    own = local._new_name()
+    own = staged.new_name()
     host, pid, start, _ = own.rsplit("-", 3)
     names = {
         own: False,
@@ -437,7 +437,7 @@ def test_a_staged_name_left_from_before_a_restart_is_passed_over(
     store.create("warm", b"")
     (tmp_path / ".syckpt/staging/taken").write_bytes(b"old")
     names = iter(["taken", "free"])
-    monkeypatch.setattr(local, "_new_name", lambda: next(names))
+    monkeypatch.setattr(local, "new_name", lambda: next(names))
     store.create("key", b"content")
     assert (store.get("key"), (tmp_path / ".syckpt/staging/taken").read_bytes()) == (b"content", b"old")
 
