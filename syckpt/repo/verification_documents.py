@@ -28,7 +28,6 @@ class Records:
         """Whether every record could be read."""
         self._repository = repository
         self._report = report
-        attempt(report, _check_head, repository)
         numbers: dict[str, list[int]] = {}
         for key in repository.store.list("logs/"):
             match = RECORD.fullmatch(key)
@@ -39,6 +38,8 @@ class Records:
             attempt(report, repository.refs.head, ref)
             self._check(ref, sorted(numbers[ref]))
             self.complete &= len(report.findings) == before
+        # Last, since it may find what is wrong with a ref in the same words.
+        attempt(report, _check_head, repository)
 
     def _check(self, ref: str, numbers: list[int]) -> None:
         refs = self._repository.refs

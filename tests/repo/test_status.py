@@ -64,8 +64,10 @@ def test_saves_under_way_and_cut_off_and_damage_are_told(desk):
     assert found.damaged == (Damage(first.id, "blob: a flipped bit"),)
     assert found.advice() == [
         f"`syckpt verify {first.id}` tells what is damaged",
-        "no commit of branch 'main' can be loaded, and a resume raises: put the damaged files back from a copy, then `syckpt verify`;"
-        " or begin anew with auto_resume=False",
+        (
+            "no commit of branch 'main' can be loaded, and a resume raises: put the damaged files back from a copy, then `syckpt verify`;"
+            " or begin anew with auto_resume=False"
+        ),
     ]
 
 
