@@ -49,6 +49,7 @@ _GRACE_S = 2.0
 # A store that has not answered one request for so long is taken for stopped, once the deadline is over. Five seconds may be (see _Line).
 _SILENCE_S = 6.0
 _TICK_S = 0.25
+_CLOSE_S = 1.0
 _LONGEST_TEXT = 10_000
 
 _SAME_CALLS = "Every rank has to make the same syckpt calls in the same order: none under `if rank == 0`, none skipped after an exception."
@@ -387,11 +388,15 @@ class _Line:
         self._store = store
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._job = _Job(int, math.inf)
-        threading.Thread(target=self._serve, name="syckpt-agreement", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="syckpt-agreement", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """End the thread, after what it is doing; wait for that a moment."""
         self._jobs.put(None)
+        # A daemon thread that the interpreter's end meets inside of torch's C++ takes the process down with it ("terminate called").
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_S)
 
     def call(self, work: Callable[[], T], call: str, deadline: float) -> T:
         """Do the work on the line's thread. Raises: what it raises; RankTimeout if the store is silent and the deadline is over."""

@@ -428,7 +428,8 @@ class TestStopped:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_trainer_loses_no_save_that_its_writer_completes_and_leaves_no_half_of_others(tmp_path: Path, victim: int) -> None:
     played = Played(tmp_path, victim, source=INTERRUPTED, function="kill_trainer")
-    assert [result.exit_status for result in played.results] == ([-9, 0] if victim == 0 else [0, -9]), played.results
+    told = "\n".join(f"rank {result.rank}: {result.raised}\n{result.output}" for result in played.results)
+    assert [result.exit_status for result in played.results] == ([-9, 0] if victim == 0 else [0, -9]), told
     points = [point for point in STOPS if point.startswith(f"rank {victim}")]
     for scenario in [*(point + fate for point in points for fate in (", which goes on", ", which dies")), "before the hand-over"]:
         (found,) = played.met(scenario, ranks=(1 - victim,))
