@@ -144,14 +144,21 @@ class Cleaning(RuleBasedStateMachine):
                 todo += self.commits[commit].parents
         return found
 
-    def rows_needed(self) -> tuple[dict[Source, set[int]], dict[Source, set[int]]]:
-        """Return the rows to which commits that are there lead; and those that tips name as bases of their cycles.
+    @property
+    def left_alone(self) -> set[str]:
+        """Dropped commits that a save under way names, as the keyframe of its cycle: nothing of them goes before it has ended."""
+        return self.used & self.dropped
 
-        The latter may be gone where a branch began at an older commit: its saves begin a new cycle.
+    def rows_needed(self) -> tuple[dict[Source, set[int]], dict[Source, set[int]]]:
+        """Return the rows to which commits that are there lead; and those that may be there as well.
+
+        These are what tips name as bases of their cycles, gone where a branch began at an older commit: its saves begin a new cycle;
+        and what dropped commits lead to that are left alone.
         """
         needed: dict[Source, set[int]] = {}
         bases: dict[Source, set[int]] = {}
-        reader = Reader(self.desks["main"].repository, threads=1)
+        repository = self.desks["main"].repository
+        reader = Reader(repository, threads=1)
         for commit in self.there:
             snapshot = reader.snapshot(self.commits[commit])
             for place in snapshot.places:
@@ -161,6 +168,17 @@ class Cleaning(RuleBasedStateMachine):
             if commit in {*self.tips.values(), *self.used}:
                 for index, row in snapshot.locations.bases:
                     bases.setdefault(snapshot.locations.source(index), set()).add(row)
+        for commit in self.left_alone:
+            if self.store.list(f"objects/{commit}/"):
+                table = repository.read_locations(commit, 0)
+                own_bases = [row.base for row in table.rows if row is not None and row.base is not None]
+                for index, number in [*table.at, *table.bases, *own_bases]:
+                    source = table.source(index)
+                    bases.setdefault(source, set()).add(number)
+                    other = repository.read_locations(*source) if self.store.list(f"objects/{source[0]}/") else None
+                    row = None if other is None else other.rows[number]
+                    if other is not None and row is not None and row.base is not None:
+                        bases.setdefault(other.source(row.base[0]), set()).add(row.base[1])
         return needed, bases
 
     # -- what happens ----------------------------------------------------------------------------------------------------------
@@ -396,6 +414,9 @@ class Cleaning(RuleBasedStateMachine):
         for commit in self.dropped:
             rows = needed.get((commit, 0), set())
             spare = bases.get((commit, 0), set()) - rows
+            if commit in self.left_alone:
+                assert not rows or rows <= {number for number, row in enumerate(repository.read_locations(commit, 0).rows) if row}
+                continue
             if not rows and not (spare and self.store.list(f"objects/{commit}/")):
                 assert self.store.list(f"objects/{commit}/") == []
                 continue
