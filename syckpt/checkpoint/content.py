@@ -7,8 +7,9 @@ the table says is held against what manifests say. Without one, whatever this ra
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,12 +19,13 @@ from syckpt.objects.address import BLOCK_NBYTES
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
 from syckpt.objects.dtypes import dtype
+from syckpt.objects.entries import renumber
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.objects.nodes import KeyPath, Node
 from syckpt.repo.reader import Place, Reader
 from syckpt.repo.repository import dropped_error
 from syckpt.reshard.keeping import Keeping
-from syckpt.reshard.merge import merge, renumber, unite_groups
+from syckpt.reshard.merge import merge, own_paths, unite_groups
 from syckpt.reshard.plan import Region, block_schedule, copy_block, plan
 
 __all__ = ["Content", "Stored", "whole"]
@@ -48,6 +50,8 @@ class Stored:
     is_local: bool = False
     near: list[tuple[Box, Entry, Place]] = field(default_factory=list)
     near_ranks: list[int] = field(default_factory=list)
+    filled: set[tuple[Box, ...]] = field(default_factory=set, repr=False)
+    """Boxes (of the global tensor) that `near` is known to fill; there it only gets more."""
     window: Box | None = None
 
     @property
@@ -106,6 +110,12 @@ class Content:
         self._known: dict[Any, int] = {}
         self._manifests: dict[int, Manifest] = {}
         self._numbers: dict[int, dict[int, int]] = {}
+        self._said: tuple[list[Any], dict[int, int]] = [], {}
+        """What a manifest said of its tensors, and which ones they are."""
+        self._told: tuple[bytes, dict[str, Node]] = b"", {}
+        """A manifest's nodes, and the bytes by which they are compared."""
+        self._filling: dict[tuple[tuple[Box, ...], ...], bool] = {}
+        """Whether boxes fill others: thousands of tensors have a few dozen shapes."""
         self._items: dict[int, dict[str, Node]] = {}
         reader.check_signed(commit)
         table = reader.repository.read_layouts(commit) if self._world_size > 1 else None
@@ -139,21 +149,18 @@ class Content:
     def names(self) -> set[str]:
         """Names of the items that any rank has."""
         if self._keeping is not None:
-            return set(self._keeping.items)
+            return set(self._keeping.groups)
         return {name for rank in range(self._world_size) for name in self._manifest(rank).items}
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """Return the ranks that have an item, in groups of which it is known that they have the same structure there."""
+        if self._keeping is not None:
+            return list(self._keeping.groups.get(name, ()))
+        return [(rank,) for rank, mine in self.items.items() if name in mine]
 
     def is_common(self, name: str) -> bool:
         """Whether it is known that all ranks have an item, with one and the same structure."""
-        return self._keeping is not None and self._keeping.items.get(name, False)
-
-    def common(self, name: str, rank: int) -> Node:
-        """Return the structure that all ranks have of an item, out of a rank's manifest. Raises: IntegrityError."""
-        try:
-            return self.items[rank][name]
-        except KeyError:
-            raise IntegrityError(
-                f"objects/{self.commit.id}/layouts: says that rank {rank} has an item {name!r}, which it has not"
-            ) from None
+        return [len(group) for group in self.groups(name)] == [self._world_size]
 
     # -- manifests -------------------------------------------------------------------------------------------------------
 
@@ -182,16 +189,46 @@ class Content:
         manifest = snapshot.manifest
         if self._keeping is not None:
             self._keeping.check_items(manifest)
-        numbers: dict[int, int] = {}
+        numbers = self._numbers_of(manifest)
         for index, (entry, place) in enumerate(zip(manifest.entries, snapshot.places, strict=True)):
+            if place is not None:
+                stored = self.entries[numbers[index]]
+                # With the path of the first: of hundreds of ranks, the texts are a fifth of the memory.
+                stored.near.append((entry.box or whole(entry.shape), Entry(stored.path, *entry[1:]), place))
+                stored.near_ranks.append(rank)
+        self._numbers[rank] = numbers
+        self._manifests[rank] = manifest = self._sharing(manifest)
+        return manifest
+
+    def _numbers_of(self, manifest: Manifest) -> dict[int, int]:
+        """Return which of the commit's tensors the entries of a manifest are. Raises: IntegrityError where manifests disagree."""
+        if manifest.local:
+            return self._numbered(manifest)
+        # Most ranks say of all tensors what the one before them said: then there is nothing new to find, or to check.
+        said = [(entry.path, entry.dtype, entry.shape) for entry in manifest.entries]
+        if said != self._said[0]:
+            self._said = said, self._numbered(manifest)
+        return self._said[1]
+
+    def _sharing(self, manifest: Manifest) -> Manifest:
+        """Return a manifest, its entries being gathered, that shares its nodes with the one before where these are the same."""
+        # As bytes, since to Python 1, 1.0 and True are equal; version 2 writes equal values alike.
+        told = marshal.dumps(manifest.items, 2)
+        if told != self._told[0]:
+            self._told = told, manifest.items
+        return replace(manifest, entries=(), items=self._told[1])
+
+    def _numbered(self, manifest: Manifest) -> dict[int, int]:
+        numbers: dict[int, int] = {}
+        for index, entry in enumerate(manifest.entries):
             is_local = self._world_size > 1 and index in manifest.local
             # Without several ranks every entry is a tensor of its own, also where two paths have the same text.
             key: Any = index
             if self._world_size > 1:
                 path = nodes.format_path(entry.path)
-                key = path, rank if is_local else None
+                key = path, manifest.rank if is_local else None
                 if self._keeping is not None and not is_local:
-                    self._keeping.check_entry(path, entry, rank)
+                    self._keeping.check_entry(path, entry, manifest.rank)
             number = self._known.setdefault(key, len(self.entries))
             if is_local:
                 self.local.add(number)
@@ -200,28 +237,35 @@ class Content:
             stored = self.entries[number]
             if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
                 raise IntegrityError(
-                    f"commit {self.commit.id}: rank {rank} saved {nodes.format_path(entry.path)} as {entry.dtype} {list(entry.shape)},"
-                    f" another one as {stored.dtype} {list(stored.shape)}"
+                    f"commit {self.commit.id}: rank {manifest.rank} saved {nodes.format_path(entry.path)} as {entry.dtype}"
+                    f" {list(entry.shape)}, another one as {stored.dtype} {list(stored.shape)}"
                 )
-            if place is not None:
-                stored.near.append((entry.box or whole(entry.shape), entry, place))
-                stored.near_ranks.append(rank)
             numbers[index] = number
-        self._numbers[rank] = numbers
-        self._manifests[rank] = manifest
-        return manifest
+        return numbers
 
     def locate(self, stored: Stored, boxes: Sequence[Box]) -> None:
         """See to it that those stored boxes which fill these (of the global tensor) are among the tensor's `near`.
 
         Where nothing fills them, all that there is has been read.
         """
-        if stored.is_local or self.is_complete or _fills(stored, boxes):
+        wanted = tuple(boxes)
+        if stored.is_local or self.is_complete or self._fills(stored, wanted):
             return
         for rank in sorted(self._keeping.ranks(stored.path, boxes)) if self._keeping is not None else ():
             self._manifest(rank)
-        if not _fills(stored, boxes):
+        if not self._fills(stored, wanted):
             self._complete()
+
+    def _fills(self, stored: Stored, boxes: tuple[Box, ...]) -> bool:
+        """Whether the boxes that are known fill others."""
+        if boxes not in stored.filled:
+            near = tuple([box for box, _, _ in stored.near])
+            if (near, boxes) not in self._filling:
+                self._filling[near, boxes] = _fill(near, boxes)
+            if not self._filling[near, boxes]:
+                return False
+            stored.filled.add(boxes)
+        return True
 
     def merged(self, *, choose: int | None, partial: list[KeyPath] | None = None) -> tuple[dict[str, Node], list[str]]:
         """Return the items as one structure, and the paths at which ranks differ: there rank `choose` is taken, with None all are kept.
@@ -238,13 +282,20 @@ class Content:
         return found, differing
 
     def merged_item(self, name: str, *, choose: int | None, partial: list[KeyPath] | None = None) -> tuple[Node, list[str]]:
-        """Do as `merged` for one item."""
-        if self.is_common(name):
-            return self.common(name, min(self._manifests, default=0) if choose is None else choose), []
-        parts = {rank: mine[name] for rank, mine in self.items.items() if name in mine}
-        if partial is not None and len(parts) < len(self.items):
+        """Do as `merged` for one item; with a rank to choose, out of one manifest of each group of ranks."""
+        groups = self.groups(name)
+        if choose is None and not (self.is_common(name) and not own_paths(self.items[groups[0][0]][name], self.local)):
+            groups = [(rank,) for rank in sorted(rank for group in groups for rank in group)]
+        ranks = [choose if choose is not None and choose in group else group[0] for group in groups]
+        parts = {rank: self.items[rank][name] for rank in ranks}
+        if partial is not None and sum(map(len, groups)) < self._world_size:
             partial.append((name,))
-        node, paths = merge(unite_groups(parts), choose=choose, path=(name,), partial=partial)
+        node, paths = parts[ranks[0]], list[KeyPath]()
+        if len(parts) > 1:
+            node, paths = merge(unite_groups(parts), choose=choose, path=(name,), partial=partial)
+        for rank, group in zip(ranks, groups, strict=True):
+            # One rank speaks for the group, but not with the tensors that each kept for itself.
+            paths += [path for path in own_paths(parts[rank], self.local, (name,)) if len(group) > 1 and path not in paths]
         return node, [nodes.format_path(path) for path in paths]
 
     def tasks(self, stored: Stored, targets: Sequence[tuple[Box, Any]], *, reader: int = 0) -> list[Callable[[], None]]:
@@ -282,9 +333,7 @@ class Content:
         return run
 
 
-def _fills(stored: Stored, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes that are known fill others."""
-    near = [box for box, _, _ in stored.near]
+def _fill(near: Sequence[Box], boxes: Sequence[Box]) -> bool:
     if set(boxes) <= set(near):
         return True
     if not all(box.elements for box in boxes):

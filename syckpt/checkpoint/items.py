@@ -287,8 +287,9 @@ class Items:
         """On another number of ranks, leave alone parameters that are not this rank's, where only some ranks had them (pipeline stages)."""
         if source.same_size or not source.has_others or source.content.is_common(name):
             return
-        saved = [set(named_parameters(mine[name]) or ()) for mine in source.content.items.values() if name in mine]
-        common = set.intersection(*saved) if len(saved) == len(source.content.items) else set()
+        groups = source.content.groups(name)
+        saved = [set(named_parameters(source.content.items[group[0]][name]) or ()) for group in groups]
+        common = set.intersection(*saved) if sum(map(len, groups)) == source.commit.world_size else set()
         others = set.union(*saved) - common - set(names.values())
         if others:
             source.show(name, without_parameters(source.node(name), others))

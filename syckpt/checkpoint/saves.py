@@ -17,7 +17,7 @@ from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.sharding import Declared, declare
-from syckpt.checkpoint.share import Facts, Sharing, whole
+from syckpt.checkpoint.share import Facts, Replicas, Sharing, whole
 from syckpt.checkpoint.specs import Config
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, CoordinationError, StateError, SyckptError, from_wire, to_wire
@@ -56,7 +56,7 @@ class _Capture:
     rng: Any
     tags: tuple[str, ...]
     facts: Facts
-    replicas: dict[str, str]
+    replicas: Replicas
     metric: float | None
     declared: Declared
     layouts: dict[str, Any]
@@ -110,7 +110,7 @@ class Saves:
             "step": self._progress.step,
             "busy": self._saver.busy(),
             "schema": capture.facts.schema if capture else "",
-            "replicas": capture.replicas if capture else {},
+            "replicas": capture.replicas.summary if capture else {},
             "names": [request.name, *capture.tags] if capture else [],
             "config": hyper.hash(),
             "layouts": {item: layout[:2] for item, layout in capture.layouts.items()} if capture else {},
@@ -135,7 +135,7 @@ class Saves:
     def prewarm(self, payload: Mapping[str, Any] | None) -> None:
         """Make the memory that a save needs, and wait until the writer is ready. Collective. Raises: as `make`."""
         capture, error = self._capture(Request(None, payload, None, "", (), None, time.perf_counter()))
-        mine = {"schema": capture.facts.schema if capture else "", "replicas": capture.replicas if capture else {}}
+        mine = {"schema": capture.facts.schema if capture else "", "replicas": capture.replicas.summary if capture else {}}
         verdict = self._coordinator.agree("prewarm()", mine, _sameness, error=error, at=self._at)
         assert capture is not None
         self._saver.prewarm(self._parts(capture, verdict))
@@ -159,7 +159,7 @@ class Saves:
             rng = flat.nodes.pop(_RNG, None)
             declared = declare(self._config, values)
             if not self._several:
-                return _Capture(flat, rng, tags, Facts([], [], ""), {}, score, declared, layouts), None
+                return _Capture(flat, rng, tags, Facts(), Replicas(), score, declared, layouts), None
             facts = self._sharing.facts(flat, _RNG, declared)
             return _Capture(flat, rng, tags, facts, self._sharing.replicas(flat, facts, _RNG), score, declared, layouts), None
         except Exception as exc:  # noqa: BLE001 - also what an item's own state_dict raises
@@ -168,8 +168,8 @@ class Saves:
     def _parts(self, capture: _Capture, verdict: Mapping[str, Any]) -> list[Part]:
         if not self._several:
             return whole(capture.flat, capture.declared)
-        same = {"same_schema": verdict["same_schema"], "same_replicas": verdict["same_replicas"]}
-        return self._sharing.share(capture.flat, capture.facts, own=_RNG, **same, at=self._at)
+        same = {name: verdict[name] for name in ("same_schema", "same_replicas", "tellers")}
+        return self._sharing.share(capture.flat, capture.facts, capture.replicas, own=_RNG, **same, at=self._at)
 
     def _hand_over(self, request: Request, capture: _Capture, verdict: dict[str, Any], hyper: HyperConfig) -> PendingCommit:
         """Give this rank's part of an agreed save to its writer."""
@@ -279,9 +279,14 @@ def _refuse_other_layouts(values: Sequence[dict[str, Any]]) -> None:
 def _sameness(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return whether all ranks have the same structure, and the same values where they should be the same."""
     digests = {(place, digest) for value in values for place, digest in value["replicas"].items()}
+    first: dict[str, int] = {}
+    for rank, value in enumerate(values):
+        first.setdefault(value["schema"], rank)
     return {
-        "same_schema": len({value["schema"] for value in values}) == 1,
+        "same_schema": len(first) == 1,
         "same_replicas": len(digests) == len({place for place, _ in digests}),
+        # Who tells rank 0 of a structure: one of the ranks that have it, where there are several.
+        "tellers": list(first.values()) if len(first) > 1 else [],
     }
 
 

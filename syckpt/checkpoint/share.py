@@ -1,20 +1,18 @@
 """Who stores what: the parts of a job's state that this rank hands to its writer.
 
-A sharded tensor is stored box by box, by ranks that hold them; a replicated one once. Owners are balanced by bytes, and every rank
-computes the same ones from the structure that all have: one copy of each tensor, so that rank 0 can write down who stores what. Where
-ranks have different keys (pipeline or expert parallelism), the owner follows from path and box alone.
-Replicas are compared by digests that travel with the save; a tensor that differs between ranks is stored by each. The digests see all of a
-tensor up to 64 KiB and a sample of a larger one: a difference outside of the sample is not seen, unless all bytes are compared
-(`check_replicas="full"`). Copies of a sharded tensor's parts (HSDP, tensor parallelism) are compared likewise; where they differ, one of
-them is stored, and a warning says so. A plain tensor that a resharder declares as a box of a global one is no replica: it is stored as that
-box, by one of the ranks that declare the same one.
+A sharded tensor is stored box by box, by ranks that hold them; a replicated one once (`reshard.placement`). While ranks have the same
+structure, each works that out for itself; where they have different keys (pipeline or expert parallelism), rank 0 does, for all.
+Replicas are compared by digests that travel with the save (`comparison`); a tensor that differs between ranks is stored by each. The
+digests see all of a tensor up to 64 KiB and a sample of a larger one: a difference outside of the sample is not seen, unless all bytes are
+compared (`check_replicas="full"`). Copies of a sharded tensor's parts (HSDP, tensor parallelism) are compared likewise; where they
+differ, one of them is stored, and a warning says so. A plain tensor that a resharder declares as a box of a global one is no replica: it
+is stored as that box, by one of the ranks that declare the same one.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,25 +21,21 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from syckpt.checkpoint.comparison import Claim, Compared, Told, alike, box_text, check_partition, compare, owner_of_box, place_of
 from syckpt.checkpoint.paths import claim as files_claimed
-from syckpt.checkpoint.paths import refuse_differing
 from syckpt.checkpoint.sharding import Declared, part_of
 from syckpt.dist.coordinator import Coordinator
-from syckpt.errors import StateError
 from syckpt.objects import canonical
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
-from syckpt.objects.layouts import LayoutTable, TensorLayout
 from syckpt.objects.nodes import format_path
-from syckpt.reshard.keeping import split_of
-from syckpt.reshard.layout import Layout, copies, copy_of, holders, keepers, local_shape
-from syckpt.reshard.owners import Copied, choose, spread
-from syckpt.reshard.plan import plan
+from syckpt.reshard.layout import Layout, copies
+from syckpt.reshard.placement import Declaration, Placement, Structure, Tensor, key_of, place, table
 from syckpt.reshard.tensors import layout_of, local_boxes
 from syckpt.state.flatten import Flat, Leaf
 from syckpt.state.staging import Part
 
-__all__ = ["Facts", "Sharing", "whole"]
+__all__ = ["Facts", "Replicas", "Sharing", "whole"]
 
 _log = logging.getLogger("syckpt")
 _WHOLE_NBYTES = 64 << 10
@@ -50,25 +44,28 @@ _CHUNK_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class _Claim:
-    """What a resharder declares a plain tensor to be: a box of a global tensor of that shape, or (None) something of this rank's own."""
+class Facts:
+    """One rank's structure: each leaf's path text, layout and claim; the tensors that it may share; a digest that other ranks' are compared
+    with."""
 
-    shape: tuple[int, ...]
-    box: Box | None
-
-    def form(self, leaf: Leaf) -> str:
-        """Return what has to be the same on all ranks."""
-        return "its own" if self.box is None else f"{leaf.dtype} {list(self.shape)}"
+    paths: list[str] = field(default_factory=list)
+    layouts: list[Layout | None] = field(default_factory=list)
+    schema: str = ""
+    structure: Structure = field(default_factory=Structure)
+    claims: list[Claim | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """One rank's structure: each leaf's path text, layout and claim, and a digest that is compared with the other ranks'."""
+class Replicas:
+    """Digests of what other ranks have too.
 
-    paths: list[str]
-    layouts: list[Layout | None]
-    schema: str
-    claims: list[_Claim | None] = field(default_factory=list)
+    `summary[""]` is one of all plain tensors that should be the same on all ranks, and of declared boxes, which make it another one; beside
+    it stand those of the parts of sharded tensors of which there are copies, for each place in a mesh: ranks that share it should have the
+    same one. `digests`: of single tensors, by path text.
+    """
+
+    summary: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class Sharing:
@@ -79,12 +76,15 @@ class Sharing:
         self._coordinator = coordinator
         self._full = full
         self._one_file = one_file
-        self._schema = ""
-        self._copies: dict[str, int] = {}
-        self._table: dict[str, Any] | None = None
+        self._placement: Placement | None = None
+        self._told_schema = ""
+        """Digest of this rank's structure, as rank 0 has known it last, whoever told it."""
+        self._known: dict[str, Structure] = {}
+        self._structures: dict[str, Structure] = {}
+        """Rank 0: by their digests, the structures that ranks have told, and of those the ones that they have now."""
+        self._tabled: Any = None
         self.table: dict[str, Any] | None = None
-        """Who stores what by the last shares, as `LayoutTable.to_body` without items; None where ranks differ in structure. While the
-        structure stays, it is the same object."""
+        """Rank 0: who stores what by the last shares, as `LayoutTable.to_body` without items. The same object while that stays."""
 
     def facts(self, flat: Flat, own: str, declared: Declared | None = None) -> Facts:
         """Return this rank's structure. Leaves of the item `own` are never shared.
@@ -94,141 +94,166 @@ class Sharing:
         paths = [format_path(leaf.path) for leaf in flat.leaves]
         layouts = [None if leaf.path[0] == own else _layout(leaf, path) for leaf, path in zip(flat.leaves, paths, strict=True)]
         claims = [_claim(leaf, path, layout, declared) for leaf, path, layout in zip(flat.leaves, paths, layouts, strict=True)]
-        rows = [
-            [path, leaf.dtype, list(leaf.shape), None if layout is None else layout.text] if claim is None else [path, claim.form(leaf)]
-            for path, leaf, layout, claim in zip(paths, flat.leaves, layouts, claims, strict=True)
-            if leaf.path[0] != own
-        ]
-        return Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest(), claims)
+        rows, tensors = [], []
+        for path, leaf, layout, claim in zip(paths, flat.leaves, layouts, claims, strict=True):
+            if leaf.path[0] == own:
+                continue
+            if claim is None:
+                rows.append([path, leaf.dtype, list(leaf.shape), None if layout is None else layout.text])
+                tensors.append(Tensor(leaf.path, leaf.dtype, leaf.shape, layout))
+            else:
+                rows.append([path, claim.form])
+        return Facts(paths, layouts, blake3(canonical.dumps(rows)).hexdigest(), Structure(tuple(tensors)), claims)
 
-    def replicas(self, flat: Flat, facts: Facts, own: str) -> dict[str, str]:
-        """Return one digest of all tensors that should be the same on all ranks; claims to other boxes make it another one.
-
-        Beside it (under `""`) stands one of the parts of sharded tensors that other ranks have too, for each place in a mesh: those that
-        share it should have the same one.
-        """
+    def replicas(self, flat: Flat, facts: Facts, own: str) -> Replicas:
+        """Return digests of what other ranks have too."""
         texts = {"": [canonical.dumps(files_claimed(flat.nodes, self._one_file)).decode()]}
         places: dict[Any, str | None] = {}
+        digests: dict[str, str] = {}
         for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
             if layout is not None and copies(layout) > 1:
                 # Most tensors share a mesh, and a large one is a long list.
                 mesh = (id(layout.ranks), layout.mesh_shape, layout.copying)
                 if mesh not in places:
-                    places[mesh] = _place(layout, self._coordinator.rank)
+                    places[mesh] = place_of(layout, self._coordinator.rank)
                 if (place := places[mesh]) is not None:
-                    texts.setdefault(place, []).append(self._digest_of_part(leaf, path))
+                    digests[path] = self._digest(leaf, path, layout)
+                    texts.setdefault(place, []).append(digests[path])
             elif layout is None and leaf.path[0] != own and (claim is None or claim.box is not None):
-                texts[""].append(replica_digest(leaf, full=self._full) + ("" if claim is None else str(claim.box)))
-        return {place: blake3("".join(found).encode()).hexdigest(length=16) for place, found in texts.items()}
+                digests[path] = self._digest(leaf, path, layout)
+                texts[""].append(digests[path] + ("" if claim is None else str(claim.box)))
+        return Replicas({place: blake3("".join(found).encode()).hexdigest(length=16) for place, found in texts.items()}, digests)
 
-    def share(self, flat: Flat, facts: Facts, *, own: str, same_schema: bool, same_replicas: bool, at: str) -> list[Part]:
-        """Return this rank's parts, the first ones aligned with the leaves.
+    def share(
+        self,
+        flat: Flat,
+        facts: Facts,
+        replicas: Replicas,
+        *,
+        own: str,
+        same_schema: bool,
+        same_replicas: bool,
+        tellers: Sequence[int] = (),
+        at: str,
+    ) -> list[Part]:
+        """Return this rank's parts, the first ones aligned with the leaves. `tellers`: one rank of each structure, where there are several.
 
-        Collective when ranks differ: then one more agreement tells where. Raises: as `Coordinator.agree`.
+        Collective when ranks differ: then one more agreement tells where. Raises: as `Coordinator.agree`; StateError for declared boxes
+        that do not make a tensor.
         """
-        candidates: Mapping[str, Sequence[int]] = {}
-        diverged: set[str] = set()
-        claimants: Mapping[str, Sequence[int]] | None = None
-        everyone = range(self._coordinator.world_size)
-        if not (same_schema and same_replicas):
-            digests: dict[str, str] = {}
-            sharded: dict[str, list[Any]] = {}
-            claimed: dict[str, list[Any]] = {}
-            for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
-                if layout is not None:
-                    sharded[path] = self._told(leaf, path, layout)
-                elif claim is not None:
-                    box = None if claim.box is None else [list(claim.box.offsets), list(claim.box.sizes)]
-                    claimed[path] = [claim.form(leaf), list(claim.shape), box, replica_digest(leaf, full=self._full) if box else ""]
-                elif leaf.path[0] != own:
-                    digests[path] = replica_digest(leaf, full=self._full)
-            told = {"digests": digests, "sharded": sharded, "claimed": claimed, "files": files_claimed(flat.nodes, self._one_file)}
-            verdict = self._coordinator.agree("replicas", told, _compare, at=at)
-            candidates, diverged, claimants = verdict["ranks"], set(verdict["diverged"]), verdict["copies"]
-            self._warn_of_copies(verdict["unlike"])
-        if same_schema and facts.schema != self._schema:
-            self._schema, self._copies = facts.schema, self._choose(flat, facts, own)
-            self._table = _table(flat, facts, self._copies, world_size=len(everyone)).to_body()
-        self.table = self._table if same_schema else None
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        if same_schema and (self._placement is None or self._placement.key != facts.schema):
+            self._placement = Placement(facts.schema, place({facts.schema: facts.structure}, [facts.schema] * world_size))
+        if same_schema and same_replicas:
+            compared = alike(facts.claims, world_size)
+        else:
+            compared = self._compare(flat, facts, replicas, same_schema=same_schema, tells=rank in tellers, at=at)
+        assert self._placement is not None
+        if rank == 0:
+            self._make_table([facts.structure] if same_schema else list(self._structures.values()), compared.declared)
+            _warn(compared)
+        diverged = set(compared.diverged)
         first: list[Part] = []
         further: list[Part] = []
-        chosen = self._copies if same_schema else {}
         for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
             if leaf.path[0] == own or path in diverged or (claim is not None and claim.box is None):
                 first.append(Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array, local=True, trainable=leaf.trainable))
                 continue
             if claim is not None and claim.box is not None:
-                holding = everyone if claimants is None else claimants.get(_box_text(path, claim.box), (self._coordinator.rank,))
-                first.append(_box_part(leaf, claim.shape, claim.box, owned=_by_name(path, claim.box, holding) == self._coordinator.rank))
+                owner = owner_of_box(path, claim.box, compared.claimants.get(box_text(path, claim.box), (rank,)))
+                first.append(_box_part(leaf, claim.shape, claim.box, owned=owner == rank))
                 continue
-            if path not in chosen:
-                held = _held(leaf, path, layout, candidates.get(path, everyone))
-                mine = [(box, view) for box, view, ranks in held if _by_name(path, box, ranks) == self._coordinator.rank]
-            else:
-                is_mine = chosen[path] == (self._coordinator.rank if layout is None else copy_of(layout, self._coordinator.rank))
-                mine = _own(leaf, path, layout) if is_mine else []
+            mine = _own(leaf, path, layout) if self._placement.is_stored_by(rank, path, layout) else []
             parts = [
                 Part(leaf.path, leaf.dtype, leaf.shape, None if layout is None else box, view, trainable=leaf.trainable)
                 for box, view in mine
             ]
             first.append(parts[0] if parts else Part(leaf.path, leaf.dtype, leaf.shape, None, None))
             further += parts[1:]
-        if diverged and self._coordinator.rank == 0:
-            _log.warning("%d tensors differ between ranks and are kept by each: %s", len(diverged), ", ".join(sorted(diverged)[:5]))
         return first + further
 
-    def _told(self, leaf: Leaf, path: str, layout: Layout) -> list[Any]:
-        """Return what other ranks must know of a sharded tensor: its form, this rank's position in the mesh, a digest of its part."""
-        form = f"{leaf.dtype} {leaf.shape} {layout.mesh_shape} {layout.placements}"
-        if self._coordinator.rank not in layout.ranks:
-            return [form, None, "", None]
-        place = _place(layout, self._coordinator.rank)
-        return [form, layout.ranks.index(self._coordinator.rank), self._digest_of_part(leaf, path), place]
+    def _compare(self, flat: Flat, facts: Facts, replicas: Replicas, *, same_schema: bool, tells: bool, at: str) -> Compared:
+        """Have rank 0 compare what ranks have; where their structures differ, it also tells all of them who stores what."""
+        digests: dict[str, str] = {}
+        for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
+            # Parts that nobody else holds matter only where others may have another tensor under that path.
+            if path not in replicas.digests and layout is not None and not same_schema:
+                digests[path] = self._digest(leaf, path, layout)
+            else:
+                digests[path] = replicas.digests.get(path, "")
+        claims = {path: claim for path, claim in zip(facts.paths, facts.claims, strict=True) if claim is not None}
+        is_news = tells and self._told_schema != facts.schema
+        mine = {
+            "schema": facts.schema,
+            "told": self._told_schema,
+            "structure": facts.structure.to_body(world_size=self._coordinator.world_size) if is_news else None,
+            "digests": [digests[tensor.text] for tensor in facts.structure.tensors],
+            "claims": {path: [*claim.to_body(), digests[path]] for path, claim in claims.items()},
+            "files": files_claimed(flat.nodes, self._one_file),
+            "placement": "" if self._placement is None else self._placement.key,
+        }
+        found: list[Compared] = []
 
-    def _digest_of_part(self, leaf: Leaf, path: str) -> str:
+        def decide(values: list[dict[str, Any]]) -> dict[str, Any]:
+            structures = {facts.schema: facts.structure} if same_schema else self._gather(values)
+            found.append(compare([Told.from_body(value, structures[value["schema"]]) for value in values]))
+            told = {"diverged": found[0].diverged, "claimants": found[0].claimants}
+            return told | {"placement": None if same_schema else self._place(values)}
+
+        verdict = self._coordinator.agree("replicas", mine, decide, at=at)
+        if not same_schema:
+            self._told_schema = facts.schema
+        if verdict["placement"] is not None:
+            self._placement = Placement.from_body(verdict["placement"])
+        # The rest is for rank 0's table and warnings alone.
+        return found[0] if found else Compared(verdict["diverged"], claimants=verdict["claimants"])
+
+    def _gather(self, values: Sequence[Mapping[str, Any]]) -> dict[str, Structure]:
+        """Rank 0: return the structures of all ranks. One that a rank has told before is remembered."""
+        known = dict(self._known)
+        for value in values:
+            if value["structure"] is not None and value["schema"] not in known:
+                known[value["schema"]] = Structure.from_body(value["structure"])
+        # Also what a rank believes to be known here, should it not hear the verdict.
+        kept = {value[which] for value in values for which in ("schema", "told")}
+        self._known = {schema: structure for schema, structure in known.items() if schema in kept}
+        self._structures = {value["schema"]: known[value["schema"]] for value in values}
+        return self._structures
+
+    def _place(self, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Rank 0: return who stores what, if there is a rank that does not know."""
+        schemas = [value["schema"] for value in values]
+        key = key_of(schemas)
+        if self._placement is None or self._placement.key != key:
+            self._placement = Placement(key, place(self._structures, schemas))
+        return None if all(value["placement"] == key for value in values) else self._placement.to_body()
+
+    def _make_table(self, structures: Sequence[Structure], declared: Sequence[Declaration]) -> None:
+        assert self._placement is not None
+        told = self._placement.key, list(declared)
+        if told != self._tabled:
+            self._tabled = told
+            self.table = table(structures, self._placement, declared, world_size=self._coordinator.world_size).to_body()
+
+    def _digest(self, leaf: Leaf, path: str, layout: Layout | None) -> str:
+        if layout is None:
+            return replica_digest(leaf, full=self._full)
         views = [Leaf(leaf.path, view, leaf.dtype, box.sizes) for box, view in local_boxes(leaf.array, path=path)]
         return "".join(replica_digest(view, full=self._full) for view in views)
 
-    def _warn_of_copies(self, unlike: Mapping[str, Sequence[int]]) -> None:
-        if unlike and self._coordinator.rank == 0:
-            found = ", ".join(f"{path} (ranks {', '.join(map(str, ranks))})" for path, ranks in list(unlike.items())[:5])
-            _log.warning(
-                "%d sharded tensors have copies that differ between ranks which should hold the same values, and the values of one of them"
-                " are saved: %s. What keeps them alike in training (a gradient that is not reduced?) is broken",
-                len(unlike),
-                found,
-            )
 
-    def _choose(self, flat: Flat, facts: Facts, own: str) -> dict[str, int]:
-        """Return which copy of each tensor is stored, by path text: a rank of a plain one, a copy of its layout of a sharded one."""
-        world_size = self._coordinator.world_size
-        known: dict[Layout | None, tuple[tuple[int, tuple[int, ...]], ...]] = {None: tuple((rank, (rank,)) for rank in spread(world_size))}
-        items: list[Copied] = []
-        for leaf, path, layout, claim in zip(flat.leaves, facts.paths, facts.layouts, facts.claims, strict=True):
-            if leaf.path[0] == own or claim is not None:
-                continue
-            if layout not in known:
-                assert layout is not None
-                known[layout] = tuple((copy, tuple(sorted(keepers(layout, copy)))) for copy in spread(copies(layout)))
-            sizes = leaf.shape if layout is None else local_shape(layout, (0,) * len(layout.mesh_shape))
-            items.append(Copied(path, prod(sizes) * dtype(leaf.dtype).itemsize, known[layout]))
-        return {item.key: copy for item, copy in zip(items, choose(items, world_size), strict=True)}
-
-
-def _table(flat: Flat, facts: Facts, chosen: Mapping[str, int], *, world_size: int) -> LayoutTable:
-    """Return the table of layouts of all tensors of which a copy was chosen; it names no items."""
-    meshes: dict[Any, int] = {}
-    layouts: dict[Any, int] = {}
-    rows = []
-    for leaf, path, layout in zip(flat.leaves, facts.paths, facts.layouts, strict=True):
-        if path not in chosen:
-            continue
-        number = None
-        if layout is not None:
-            mesh = meshes.setdefault((layout.mesh_shape, layout.ranks), len(meshes))
-            number = layouts.setdefault((mesh, tuple(map(split_of, layout.placements))), len(layouts))
-        rows.append(TensorLayout(leaf.path, leaf.dtype, leaf.shape, number, chosen[path]))
-    return LayoutTable(world_size, {}, tuple(meshes), tuple(layouts), tuple(rows))
+def _warn(compared: Compared) -> None:
+    if compared.diverged:
+        found = ", ".join(sorted(compared.diverged)[:5])
+        _log.warning("%d tensors differ between ranks and are kept by each: %s", len(compared.diverged), found)
+    if compared.unlike:
+        found = ", ".join(f"{path} (ranks {', '.join(map(str, ranks))})" for path, ranks in list(compared.unlike.items())[:5])
+        _log.warning(
+            "%d sharded tensors have copies that differ between ranks which should hold the same values, and the values of one of them"
+            " are saved: %s. What keeps them alike in training (a gradient that is not reduced?) is broken",
+            len(compared.unlike),
+            found,
+        )
 
 
 def whole(flat: Flat, declared: Declared | None = None) -> list[Part]:
@@ -236,17 +261,18 @@ def whole(flat: Flat, declared: Declared | None = None) -> list[Part]:
     for leaf in flat.leaves if declared is not None and declared.tensors else ():
         claim = _claim(leaf, format_path(leaf.path), None, declared)
         if claim is not None and claim.box is not None:
-            _check_partition(format_path(leaf.path), claim.shape, [claim.box])
+            check_partition(format_path(leaf.path), claim.shape, [claim.box])
     return [Part(leaf.path, leaf.dtype, leaf.shape, None, leaf.array, trainable=leaf.trainable) for leaf in flat.leaves]
 
 
-def _claim(leaf: Leaf, path: str, layout: Layout | None, declared: Declared | None) -> _Claim | None:
+def _claim(leaf: Leaf, path: str, layout: Layout | None, declared: Declared | None) -> Claim | None:
     metadata = None if declared is None or layout is not None else declared.tensors.get(path)
     if metadata is None or metadata.dtype is None or not metadata.boxes:
         return None
     if not isinstance(leaf.array, torch.Tensor):
-        return _Claim(leaf.shape, None)  # The array around an entry has an order of its own.
-    return _Claim(metadata.global_shape, part_of(metadata, path=path, dtype=leaf.dtype, sizes=leaf.shape))
+        return Claim(leaf.path, leaf.dtype, leaf.shape, None)  # The array around an entry has an order of its own.
+    box = part_of(metadata, path=path, dtype=leaf.dtype, sizes=leaf.shape)
+    return Claim(leaf.path, leaf.dtype, metadata.global_shape, box)
 
 
 def _box_part(leaf: Leaf, shape: tuple[int, ...], box: Box, *, owned: bool) -> Part:
@@ -255,21 +281,8 @@ def _box_part(leaf: Leaf, shape: tuple[int, ...], box: Box, *, owned: bool) -> P
     return Part(leaf.path, leaf.dtype, shape, None if box.sizes == shape else box, leaf.array, trainable=leaf.trainable)
 
 
-def _box_text(path: str, box: Box) -> str:
-    return f"{path} {box.offsets} {box.sizes}"
-
-
 def _layout(leaf: Leaf, path: str) -> Layout | None:
     return layout_of(leaf.array, path=path) if isinstance(leaf.array, torch.Tensor) else None
-
-
-def _place(layout: Layout, rank: int) -> str | None:
-    """Return a text that those ranks have in common that hold the same part; None for a rank outside of the mesh."""
-    coordinate = layout.coordinate_of(rank)
-    if coordinate is None:
-        return None
-    where = ["*" if axis in layout.copying else index for axis, index in enumerate(coordinate)]
-    return f"{zlib.crc32(str(layout.ranks).encode()):08x} {layout.mesh_shape} {where}"
 
 
 def _whole(leaf: Leaf) -> Box:
@@ -279,121 +292,6 @@ def _whole(leaf: Leaf) -> Box:
 def _own(leaf: Leaf, path: str, layout: Layout | None) -> list[tuple[Box, Any]]:
     """Return the boxes that this rank holds, and their values."""
     return [(_whole(leaf), leaf.array)] if layout is None else local_boxes(leaf.array, path=path)
-
-
-def _held(leaf: Leaf, path: str, layout: Layout | None, ranks: Iterable[int]) -> list[tuple[Box, Any, tuple[int, ...]]]:
-    """Return the boxes that this rank holds, their values, and who else holds them."""
-    if layout is None:
-        return [(_whole(leaf), leaf.array, tuple(ranks))]
-    everywhere = holders(layout)
-    return [(box, view, everywhere[box]) for box, view in local_boxes(leaf.array, path=path)]
-
-
-def _by_name(path: str, box: Box, ranks: Sequence[int]) -> int:
-    return ranks[zlib.crc32(f"{path} {box.offsets}".encode()) % len(ranks)]
-
-
-def _compare(told: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Rank 0: which ranks have which plain tensors, and which of them differ. Raises: StateError."""
-    _refuse_other_tensors(told)
-    refuse_differing([mine["files"] for mine in told], [mine["digests"] for mine in told])
-    claimants = _claimants(told)
-    ranks: dict[str, list[int]] = {}
-    values: dict[str, set[str]] = {}
-    for rank, mine in enumerate(told):
-        for path, digest in mine["digests"].items():
-            ranks.setdefault(path, []).append(rank)
-            values.setdefault(path, set()).add(digest)
-    everyone = list(range(len(told)))
-    return {
-        "ranks": {path: held for path, held in ranks.items() if held != everyone},
-        "diverged": [path for path, found in values.items() if len(found) > 1],
-        "copies": claimants,
-        "unlike": _unlike(told),
-    }
-
-
-def _claimants(told: list[dict[str, dict[str, Any]]]) -> dict[str, list[int]]:
-    """Return which ranks claim one box of one tensor, where there are several. Raises: StateError for claims that make no tensor."""
-    forms: dict[str, tuple[int, str]] = {}
-    shapes: dict[str, list[int]] = {}
-    tensors: dict[str, dict[Box, list[tuple[int, str]]]] = {}
-    for rank, mine in enumerate(told):
-        for path, (form, shape, box, digest) in mine["claimed"].items():
-            other, known = forms.setdefault(path, (rank, form))
-            if form != known:
-                raise StateError(
-                    f"{path}: its resharder declares {known} on rank {other} and {form} on rank {rank}: declare one tensor alike"
-                )
-            if box is not None:
-                shapes[path] = shape
-                tensors.setdefault(path, {}).setdefault(Box(tuple(box[0]), tuple(box[1])), []).append((rank, digest))
-    for rank, mine in enumerate(told):
-        for path in forms.keys() & (mine["digests"].keys() | mine["sharded"].keys()):
-            raise StateError(f"{path}: its resharder declares it on rank {forms[path][0]} and not on rank {rank}: declare it on all ranks")
-    found: dict[str, list[int]] = {}
-    for path, boxes in tensors.items():
-        _check_partition(path, shapes[path], list(boxes))
-        for box, holding in boxes.items():
-            ranks = [rank for rank, _ in holding]
-            if len({digest for _, digest in holding}) > 1:
-                raise StateError(
-                    f"{path}: ranks {ranks} declare one box, {box}, with values that differ: make them equal, or do not declare it"
-                )
-            if len(ranks) > 1:
-                found[_box_text(path, box)] = ranks
-    return found
-
-
-def _check_partition(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    try:
-        plan(boxes, [Box((0,) * len(shape), tuple(shape))], path=path)
-    except StateError as exc:
-        raise StateError(
-            f"{path}: the boxes that its resharder declares on all ranks do not make the global tensor of shape {list(shape)}, each element"
-            f" once ({exc}). A tensor that is not declared is kept by each rank for itself"
-        ) from exc
-
-
-def _refuse_other_tensors(told: list[dict[str, dict[str, Any]]]) -> None:
-    """Refuse sharded tensors that have one path and are not one tensor: their boxes would be taken for parts or copies of each other.
-
-    Several meshes may hold copies of it (tensor parallelism under DDP): then each part must be the same on all of them.
-    """
-    first: dict[str, tuple[int, str]] = {}
-    parts: dict[tuple[str, int], tuple[int, str]] = {}
-    for rank, mine in enumerate(told):
-        for path, (form, position, digest, _) in mine["sharded"].items():
-            other, known = first.setdefault(path, (rank, form))
-            if form == known and position is not None:
-                other, known = parts.setdefault((path, position), (rank, digest))
-                form = digest
-            if form != known:
-                raise _not_one(path, other, rank)
-    for rank, mine in enumerate(told):
-        for path in first.keys() & mine["digests"].keys():
-            raise _not_one(path, first[path][0], rank)
-
-
-def _unlike(told: list[dict[str, dict[str, Any]]]) -> dict[str, list[int]]:
-    """Return the sharded tensors of which ranks that hold one part have different values, with those ranks."""
-    held: dict[tuple[str, str], dict[int, str]] = {}
-    for rank, mine in enumerate(told):
-        for path, (_, _, digest, place) in mine["sharded"].items():
-            if place is not None:
-                held.setdefault((path, place), {})[rank] = digest
-    found: dict[str, list[int]] = {}
-    for (path, _), parts in held.items():
-        if len(set(parts.values())) > 1:
-            found[path] = sorted({*found.get(path, ()), *parts})
-    return found
-
-
-def _not_one(path: str, first: int, second: int) -> StateError:
-    return StateError(
-        f"{path}: the sharded tensor on rank {first} and the one on rank {second} are not one: shard it alike, or save it under two names"
-        " (an optimizer is saved by parameter name where its model is registered too)"
-    )
 
 
 def replica_digest(leaf: Leaf, *, full: bool = False) -> str:

@@ -23,8 +23,8 @@ from syckpt.errors import FormatError, IntegrityError, NotFoundError, StateError
 from syckpt.objects import ids, nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
+from syckpt.objects.entries import renumber
 from syckpt.objects.nodes import Node
-from syckpt.reshard.merge import renumber
 from syckpt.state.formats import JsonSerialization, SafetensorsSerialization, TorchSerialization, json_text, tensor_names
 
 __all__ = ["File", "Tree"]

@@ -25,14 +25,13 @@ from syckpt.errors import ConflictError, IntegrityError, RankTimeout, StoreError
 from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
-from syckpt.objects.layouts import LayoutTable
-from syckpt.objects.locations import Locations
+from syckpt.objects.layouts import LayoutTable, groups_of
 from syckpt.objects.refs import Lease, Owner
 from syckpt.repo import documents, leases, owner
-from syckpt.repo.keys import layouts_key
+from syckpt.repo.keys import blob_key, layouts_key, locations_key, manifest_key
 from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
-from syckpt.repo.receipts import Desk, Receipt
+from syckpt.repo.receipts import Desk, Receipt, listed
 from syckpt.repo.repository import Repository
 from syckpt.repo.retention import Keeper, Retention
 from syckpt.repo.signing import Signer
@@ -201,7 +200,7 @@ class _Writer:
         return commit
 
     def _desk(self, commit: str) -> Desk:
-        return Desk(self._repository, self._hold.branch, commit, timeout_s=self._timeout_s)
+        return Desk(self._repository, self._hold.branch, commit, timeout_s=self._timeout_s, world_size=self._world_size)
 
     def _lead(self, message: dict[str, Any], begun: float) -> Commit:
         """Rank 0: write this rank's part, wait for the others', make the commit visible, and say so."""
@@ -221,7 +220,8 @@ class _Writer:
                 refuse_if_fenced(self._repository, self._hold)  # then a newer incarnation has removed what was written
                 raise
             others = self._collect(desk, message["id"])
-            tables = [packed.locations, *self._suspect(message["id"], others)]
+            # Where a blob is not there, repack may have moved its bytes, which only locations tell: those of all ranks would take seconds.
+            tables = [packed.locations, *(self._reader.table((message["id"], other.rank)) for other in desk.lacking(others))]
             parts = [Receipt(0, packed.manifest_seal, packed.stats, items=packed.items), *others]
             commit = self._describe(message, parent, parts, begun)
             if message["has_table"]:
@@ -251,26 +251,14 @@ class _Writer:
     def _write_layouts(self, commit: str, parts: list[Receipt]) -> str:
         """Write the table of layouts, by which readers know whose manifests they need; return its seal."""
         assert self._table is not None
-        first = parts[0].items
-        same = {
-            name: first.get(name) is not None and all(part.items.get(name) == first[name] for part in parts)
-            for name in sorted({name for part in parts for name in part.items})
-        }
-        return documents.write(self._repository.store, layouts_key(commit), replace(self._table, items=same).to_body())
-
-    def _suspect(self, commit: str, others: list[Receipt]) -> list[Locations]:
-        """Return the locations of ranks that name a blob which is not there: repack may have moved its bytes, which only they would tell.
-
-        Reading those of all ranks would take seconds a thousand of them.
-        """
-        sizes = {key: size for other in others for key, size in other.blobs.items()}
-        absent = {key for key, size in sizes.items() if self._repository.store.size(key) != size}
-        return [self._reader.table((commit, other.rank)) for other in others if not absent.isdisjoint(other.blobs)]
+        items = groups_of([part.items for part in parts])
+        return documents.write(self._repository.store, layouts_key(commit), replace(self._table, items=items).to_body())
 
     def _collect(self, desk: Desk, commit: str) -> list[Receipt]:
+        if self._world_size == 1:
+            return []
         ranks = range(1, self._world_size)
-        if ranks:
-            self._waits(f"the parts of rank(s) {', '.join(map(str, ranks))} of save {commit}")
+        self._waits(f"the parts of rank(s) {listed(ranks)} of save {commit}")
         receipts = desk.collect(ranks)
         self._waits(None)
         return receipts
@@ -344,9 +332,9 @@ class _Writer:
         """Remove what this rank wrote for a save that was given up, unless it is visible all the same."""
         try:
             if desk.published() is None:
-                for key in self._repository.store.list(f"objects/{commit}/"):
-                    if key.startswith(f"objects/{commit}/r{self._rank:05d}."):
-                        self._repository.store.delete(key)
+                # Without a listing, which would be one of all ranks' files on each of them.
+                for key in (manifest_key(commit, self._rank), locations_key(commit, self._rank, 1), blob_key(commit, self._rank)):
+                    self._repository.store.delete(key)
         except SyckptError as exc:
             _log.warning("what rank %d wrote for save %s could not be removed; it is in nobody's way: %s", self._rank, commit, exc)
 

@@ -28,8 +28,8 @@ def command(invocation: Invocation, dry_run: bool) -> None:
 
     Safe while runs save to the same repository, and beside another gc. What syckpt did not write is never touched.
 
-    JSON: {"dry_run", "unreachable": [commit id], "cut_off": [save], "strays": [{"key", "nbytes"}], "sweeps", "skipped", "staged",
-    "freed_nbytes", "moved_nbytes"}.
+    JSON: {"dry_run", "unreachable": [commit id], "cut_off": [save], "strays": [{"key", "nbytes"}], "sweeps", "skipped",
+    "staged": [{"key", "nbytes"}], "freed_nbytes", "moved_nbytes"}.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def command(invocation: Invocation, dry_run: bool) -> None:
                 "strays": [{"key": key, "nbytes": size} for key, size in report.strays],
                 "sweeps": [sweeps.record(sweep) for sweep in report.sweeps],
                 "skipped": [{"id": commit, "why": why} for commit, why in report.skipped],
-                "staged": report.staged,
+                "staged": [{"key": key, "nbytes": size} for key, size in report.staged],
                 "freed_nbytes": report.freed_nbytes,
                 "moved_nbytes": report.moved_nbytes,
             }
@@ -68,5 +68,6 @@ def _lines(report: Collection) -> Iterator[str]:
     yield from sweeps.lines(report.sweeps)
     yield from sweeps.skipped(report.skipped)
     if report.staged:
-        yield f"{output.count(report.staged, 'unfinished file')} of processes that are gone"
+        size = output.nbytes(sum(size for _, size in report.staged))
+        yield f"{output.count(len(report.staged), 'unfinished file')} of processes that are gone  {size}"
     yield sweeps.total(report.freed_nbytes, report.moved_nbytes, dry_run=report.dry_run)

@@ -67,7 +67,7 @@ def command(
         everything = history.reachable(repository, labels.tips, problems=problems)
         commits = graph.order(everything.values(), by_branch=as_graph)[:count]
     else:
-        commits = list(islice(_back(repository, rev or "HEAD", problems), count))
+        commits = list(islice(_back(repository, rev or "HEAD", labels.head, problems), count))
     if invocation.as_json:
         output.echo_json([shown.record(commit, labels) for commit in commits])
     elif commits:
@@ -77,12 +77,15 @@ def command(
         raise problems[0]
 
 
-def _back(repository: Repository, rev: str, problems: list[IntegrityError]) -> Iterator[Commit]:
-    """Yield a revision's commit and its ancestors, up to the first that cannot be read; nothing for a HEAD without commits."""
+def _back(repository: Repository, rev: str, head: str | None, problems: list[IntegrityError]) -> Iterator[Commit]:
+    """Yield a revision's commit and its ancestors, up to the first that cannot be read; nothing for a HEAD without commits.
+
+    `head` is the branch that HEAD names, where that is known.
+    """
     from syckpt.repo import history
 
     try:
-        yield from history.walk(repository, history.resolve(repository, rev))
+        yield from history.walk(repository, history.resolve(repository, rev, branch=head))
     except NotFoundError:
         if rev != "HEAD":
             raise
@@ -94,6 +97,7 @@ def _lines(commits: list[Commit], labels: Labels, signed: frozenset[str], *, as_
     """Yield the lines of a log: one a commit, or two where the terminal is narrow; one for a run of dropped commits."""
     from syckpt.repo import graph
 
+    columns = output.width()
     narrow = output.is_narrow() and not oneline
     rows = list(graph.draw(commits)) if as_graph else [graph.Row(commit, (), "", "", ()) for commit in commits]
     runs = _runs(rows, labels) if fold else [[row] for row in rows]
@@ -109,7 +113,7 @@ def _lines(commits: list[Commit], labels: Labels, signed: frozenset[str], *, as_
         row = run[0]
         yield from row.above
         if len(run) > 1:
-            text = output.cut(_folded(run), _room(lanes))
+            text = output.cut(_folded(run), _room(columns, lanes))
             yield row.own.replace("*", ":").ljust(lanes) + click.style(text, dim=True)
             yield from run[-1].below
             continue
@@ -117,7 +121,8 @@ def _lines(commits: list[Commit], labels: Labels, signed: frozenset[str], *, as_
         line = "  ".join([row.own.ljust(lanes) + name, *rest])
         styled = row.own.ljust(lanes) + click.style(name, fg="yellow") + line[lanes + len(name) :]
         indent = row.beside.ljust(lanes) + _INDENT
-        tail = _tail(row.commit, labels, room=_room(len(indent) if narrow else len(line) + 2), signed=row.commit.id in signed)
+        room = _room(columns, len(indent) if narrow else len(line) + 2)
+        tail = _tail(row.commit, labels, room=room, signed=row.commit.id in signed)
         if narrow:
             yield styled.rstrip()
             yield from [indent + tail] if tail else []
@@ -133,7 +138,9 @@ def _runs(rows: list[Row], labels: Labels) -> list[list[Row]]:
         last = runs[-1][-1] if runs else None
         if (
             last is not None
-            and all(one.commit.dropped and not labels.refs(one.commit) for one in (last, row))
+            and row.commit.dropped
+            and last.commit.dropped
+            and not (labels.refs(row.commit) or labels.refs(last.commit))
             and last.own == row.own
             and not (last.below or row.above)
         ):
@@ -149,8 +156,7 @@ def _folded(run: list[Row]) -> str:
     return f"... {output.count(len(run), 'dropped commit')}, {steps}; --dropped shows them"
 
 
-def _room(used: int) -> int | None:
-    columns = output.width()
+def _room(columns: int | None, used: int) -> int | None:
     return None if columns is None else max(0, columns - used)
 
 

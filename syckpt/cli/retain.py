@@ -25,7 +25,7 @@ __all__ = ["command"]
 @click.option("--best", type=click.IntRange(min=1), metavar="N", help="Keep the N with the best metric.")
 @click.option("--every-steps", type=click.IntRange(min=1), metavar="N", help="Keep the first at or after each multiple of N steps.")
 @click.option("--every", metavar="TIME", help="Keep the first in each period: 90s, 30m, 1h, 1d.")
-@click.option("--maximize", is_flag=True, help="The best metric is the highest.")
+@click.option("--maximize/--minimize", default=None, help="The best metric is the highest, or the lowest; not said: both are kept.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @json_option
 @pass_invocation
@@ -36,20 +36,21 @@ def command(
     best: int | None,
     every_steps: int | None,
     every: str | None,
-    maximize: bool,
+    maximize: bool | None,
     dry_run: bool,
 ) -> None:
     """Keep those commits of BRANCH (default: HEAD's) that any of the rules asks for, and drop the others.
 
     Only commits made on that branch are considered. The tip, the best, tagged ones, tips and fork points of other branches, what a
-    save under way builds on, and the only whole one always stay. A dropped commit stays in the log; bytes that others need stay too.
+    save under way builds on, and the only whole one always stay. Which metric is the best, the repository does not know: without
+    --maximize or --minimize, what would be best either way stays. A dropped commit stays in the log; bytes that others need stay too.
 
     JSON: {"branch", "dry_run", "kept": [commit with "reasons"], "dropped": [commit], "sweeps", "skipped", "freed_nbytes", "moved_nbytes"}.
 
     \b
     Examples:
       syckpt retain --last 5 --best 3 --dry-run     what would go?
-      syckpt retain --last 5 --best 3               let it go
+      syckpt retain --last 5 --best 3 --maximize    let it go; the best metric is the highest
       syckpt retain wide --every-steps 1000         of another branch
     """
     from syckpt.repo.retention import Retention, retain

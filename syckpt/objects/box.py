@@ -35,3 +35,9 @@ class Box:
     def within(self, shape: tuple[int, ...]) -> bool:
         """Whether the box lies in a tensor of that shape."""
         return len(shape) == len(self.sizes) and all(o + n <= total for o, n, total in zip(self.offsets, self.sizes, shape, strict=True))
+
+    def meets(self, other: Box) -> bool:
+        """Whether two boxes of one tensor share elements."""
+        low = map(max, self.offsets, other.offsets)
+        ends = ((a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        return all(begin < min(pair) for begin, pair in zip(low, ends, strict=True))

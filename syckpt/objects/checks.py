@@ -31,6 +31,10 @@ class Fields:
             self.fail(f"no field {name!r}")
         return self._body[name]
 
+    def _wrong(self, name: str, expected: str) -> Any:
+        self.raw(name)  # says so where it is missing
+        return self.fail(f"field {name!r} is not {expected}")
+
     def parse(self, name: str, convert: Callable[[Any], T]) -> T:
         """Return `convert(field)`; any of its ValueError, TypeError, LookupError is a malformed field."""
         try:
@@ -41,8 +45,8 @@ class Fields:
             return self.fail(f"field {name!r}: {exc}")  # type: ignore[no-any-return]
 
     def text(self, name: str) -> str:
-        value = self.raw(name)
-        return value if isinstance(value, str) else self.fail(f"field {name!r} is not a text")
+        value = self._body.get(name)
+        return value if isinstance(value, str) else self._wrong(name, "a text")
 
     def nanoseconds(self, name: str) -> int:
         """Return a time since the Unix epoch, which is written as decimal text: it exceeds 2^53."""
@@ -53,18 +57,16 @@ class Fields:
         return None if self.raw(name) is None else self.text(name)
 
     def integer(self, name: str, *, least: int = 0) -> int:
-        value = self.raw(name)
-        if not _is_int(value) or value < least:
-            self.fail(f"field {name!r} is not an integer of at least {least}")
-        return int(value)
+        value = self._body.get(name)
+        return value if type(value) is int and value >= least else self._wrong(name, f"an integer of at least {least}")
 
     def boolean(self, name: str) -> bool:
-        value = self.raw(name)
-        return value if isinstance(value, bool) else self.fail(f"field {name!r} is not a boolean")
+        value = self._body.get(name)
+        return value if isinstance(value, bool) else self._wrong(name, "a boolean")
 
     def items(self, name: str) -> list[Any]:
-        value = self.raw(name)
-        return value if isinstance(value, list) else self.fail(f"field {name!r} is not a list")
+        value = self._body.get(name)
+        return value if isinstance(value, list) else self._wrong(name, "a list")
 
     def integers(self, name: str) -> list[int]:
         value = self.items(name)
@@ -75,8 +77,8 @@ class Fields:
         return value if all(isinstance(t, str) for t in value) else self.fail(f"field {name!r} holds other than texts")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        value = self.raw(name)
-        return value if isinstance(value, dict) else self.fail(f"field {name!r} is not an object")
+        value = self._body.get(name)
+        return value if isinstance(value, dict) else self._wrong(name, "an object")
 
     def columns(self, name: str, *names: str) -> tuple[list[Any], ...]:
         """Return the columns of a table, which must be of equal length."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from syckpt.errors import IntegrityError
 from syckpt.objects import ids, nodes
 from syckpt.objects.checks import Fields
 
@@ -104,8 +105,8 @@ class Commit:
         fields = Fields(body, where=where)
         parents = fields.parse("parents", lambda rows: [_parent(*row) for row in rows])
         run_id, generation, sequence = fields.parse("run", lambda row: (str(row[0]), int(row[1]), int(row[2])))
-        config = fields.parse("config", nodes.decode)
-        metric = fields.parse("metric", nodes.decode)
+        config = _value(fields, "config")
+        metric = _value(fields, "metric")
         if not isinstance(config, dict) or not (metric is None or isinstance(metric, float)):
             fields.fail("config is not a mapping or metric not a float")
         return Commit(
@@ -146,6 +147,13 @@ def _manifests(rows: Any, world_size: int) -> tuple[tuple[int, str], ...]:
     if not all(isinstance(mark, str) for _, mark in found):
         raise ValueError("a seal is not a text")
     return found
+
+
+def _value(fields: Fields, name: str) -> Any:
+    try:
+        return nodes.decode(fields.raw(name))
+    except IntegrityError as exc:
+        raise IntegrityError(f"{fields.where}: field {name!r}: {exc}") from exc
 
 
 def _parent(commit: Any, mark: Any) -> tuple[str, str]:

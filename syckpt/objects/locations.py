@@ -116,21 +116,22 @@ class Locations:
         names = ("blob", "offset", "length", "nbytes", "width", "coded", "blocks", "leaves", "base")
         columns = fields.columns("rows", *names)
         try:
-            rows = tuple(_row(row, blobs, len(sources)) for row in zip(*columns, strict=True))
+            _naturals([blob for blob in columns[0] if blob is not None])
+            for column in columns[1:6]:
+                _naturals(column)
+            rows = tuple([_row(row, blobs, len(sources)) for row in zip(*columns, strict=True)])
             for row in rows:
                 if row is not None and row.base is not None and row.base[0] == 0 and not _stands_alone(rows, row.base[1]):
                     raise ValueError(f"its base {row.base} is no row of these, or has a base itself")
         except (ValueError, TypeError) as exc:
             fields.fail(f"rows: {exc}")
-        at = tuple(zip(*fields.columns("at", "source", "row"), strict=True))
+        try:
+            at = tuple(zip(*map(_naturals, fields.columns("at", "source", "row")), strict=True))
+            _row_number(max((row for _, row in at), default=0))
+        except ValueError as exc:
+            fields.fail(f"at: {exc}")
         for source, row in at:
-            if (
-                type(source) is not int
-                or type(row) is not int
-                or not 0 <= source <= len(sources)
-                or row < 0
-                or (source == 0 and row >= len(rows))
-            ):
+            if source > len(sources) or (source == 0 and row >= len(rows)):
                 fields.fail(f"no row {row} of source {source}")
         return Locations(
             commit=fields.text("commit"),
@@ -146,6 +147,10 @@ class Locations:
         )
 
 
+_MAX_HEADER_NBYTES = 100_000_000
+_MAX_ROWS = 1 << 24
+"""A row takes at least 27 bytes, and a document has at most 256 MiB."""
+
 _GONE = Row(0, 0, 0, 0, 1, False, (), b"", None)
 
 
@@ -158,16 +163,30 @@ def _stands_alone(rows: tuple[Row | None, ...], number: int) -> bool:
 _BLOB_KEY = re.compile(r"objects/[0-9a-f]{8}-[0-9a-f]{16}/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
-def _natural(value: Any, *, most: int = MAX_SAFE_INT) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{str(value)[:40]} is not a natural number of at most {most}")
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_SAFE_INT:
+        raise ValueError(f"{str(value)[:40]} is not a natural number of at most {MAX_SAFE_INT}")
     return value
+
+
+def _row_number(value: Any) -> int:
+    if _natural(value) >= _MAX_ROWS:
+        raise ValueError(f"row {value}: numbers of rows are below {_MAX_ROWS}")
+    return value  # type: ignore[no-any-return]
+
+
+def _naturals(values: list[Any]) -> list[int]:
+    """Check a column at once, which is several times as fast. Raises: ValueError."""
+    if not set(map(type, values)) <= {int} or (values and not 0 <= min(values) <= max(values) <= MAX_SAFE_INT):
+        for value in values:
+            _natural(value)
+    return values
 
 
 def _pair(value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"{str(value)[:40]} is not a source and a row")
-    return _natural(value[0]), _natural(value[1])
+    return _natural(value[0]), _row_number(value[1])
 
 
 def _source(value: Any) -> Source:
@@ -182,7 +201,7 @@ def _blob(value: Any) -> BlobRecord:
     if not isinstance(key, str) or not _BLOB_KEY.fullmatch(key):
         raise ValueError(f"{str(key)[:80]!r} is not a blob's key")
     record = BlobRecord(key, _natural(size), _natural(header_nbytes), addresses.from_text(digest))
-    if record.header_nbytes > record.size or len(record.header_digest) != addresses.LEAF_NBYTES:
+    if record.header_nbytes > min(record.size, _MAX_HEADER_NBYTES) or len(record.header_digest) != addresses.LEAF_NBYTES:
         raise ValueError(f"blob {key}: a header of {header_nbytes} bytes in {size}")
     return record
 
@@ -195,33 +214,29 @@ def _other(value: Any, sources: int) -> tuple[int, int]:
 
 
 def _row(value: tuple[Any, ...], blobs: tuple[BlobRecord, ...], sources: int) -> Row | None:
+    """Read a row; its numbers were checked to be natural ones. Raises: ValueError, TypeError."""
     blob, offset, length, nbytes, width, coded, blocks, leaves, base = value
     if blob is None:
         if list(value[1:]) != [0, 0, 0, 1, 0, None, None, None]:
             raise ValueError("a row without a blob has bytes")
         return None
-    row = Row(
-        _natural(blob),
-        _natural(offset),
-        _natural(length),
-        _natural(nbytes),
-        _natural(width),
-        bool(_natural(coded, most=1)),
-        tuple(_natural(n) for n in blocks or ()),
-        addresses.from_text(leaves or ""),
-        None if base is None else _pair(base),
-    )
-    count = addresses.block_count(row.nbytes)
-    if row.blob >= len(blobs) or row.offset < blobs[row.blob].header_nbytes or row.offset + row.length > blobs[row.blob].size:
-        raise ValueError(f"bytes {row.offset}+{row.length} are not in blob {row.blob}")
-    if row.width not in (1, 2, 4, 8) or row.nbytes % row.width:
-        raise ValueError(f"width {row.width} of {row.nbytes} bytes")
-    if not row.coded and (row.length != row.nbytes or row.blocks or row.base):
-        raise ValueError(f"{row.length} stored for {row.nbytes} raw bytes")
-    if len(row.leaves) != (count * addresses.LEAF_NBYTES if count > 1 else 0):
-        raise ValueError(f"{len(row.leaves)} bytes of leaves for {count} blocks")
-    if row.coded and (len(row.blocks) != (count if count > 1 else 0) or (row.blocks and sum(row.blocks) != row.length)):
-        raise ValueError(f"{len(row.blocks)} lengths for {count} blocks")
-    if row.base is not None and row.base[0] > sources:
-        raise ValueError(f"base in source {row.base[0]} of {sources}")
-    return row
+    stored = () if blocks is None else tuple(_naturals(blocks))
+    digests = b"" if leaves is None else addresses.from_text(leaves)
+    based = None if base is None else _pair(base)
+    if blob >= len(blobs) or offset < blobs[blob].header_nbytes or offset + length > blobs[blob].size:
+        raise ValueError(f"bytes {offset}+{length} are not in blob {blob}")
+    if width not in _WIDTHS or nbytes % width:
+        raise ValueError(f"width {width} of {nbytes} bytes")
+    if coded > 1 or (not coded and (length != nbytes or stored or based)):
+        raise ValueError(f"{length} stored for {nbytes} raw bytes")
+    count = addresses.block_count(nbytes)
+    if len(digests) != (count * addresses.LEAF_NBYTES if count > 1 else 0):
+        raise ValueError(f"{len(digests)} bytes of leaves for {count} blocks")
+    if coded and (len(stored) != (count if count > 1 else 0) or (stored and sum(stored) != length)):
+        raise ValueError(f"{len(stored)} lengths for {count} blocks")
+    if based is not None and based[0] > sources:
+        raise ValueError(f"base in source {based[0]} of {sources}")
+    return Row(blob, offset, length, nbytes, width, bool(coded), stored, digests, based)
+
+
+_WIDTHS = frozenset({1, 2, 4, 8})

@@ -8,7 +8,8 @@ Whatever cannot be carried is a StateError that names its path; nothing is dropp
 Tensors and their like are the business of hooks. `leaf(value, path)` of `encode` returns their node, or None for what it does not
 know; `otherwise(value, path)` is asked for what would be refused (not for cycles and depth). `leaf(kind, payload)` of `decode` returns
 the value of the kinds in `FOREIGN_KINDS`; without it they become `Opaque`.
-`decode` trusts nothing: a malformed node is an IntegrityError, whatever is wrong with it.
+`decode` trusts nothing: a malformed node is an IntegrityError, whatever is wrong with it. What takes nodes apart without decoding them
+(`split`, `children`, `walk`, `plainer`) trusts their form, which `check` looks at once, when a document is read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 from syckpt.errors import IntegrityError, StateError
 from syckpt.objects import address, canonical
+from syckpt.objects.entries import ENTRY_AT
 
 __all__ = [
     "FOREIGN_KINDS",
@@ -38,6 +40,7 @@ __all__ = [
     "Opaque",
     "PER_RANK",
     "PerRank",
+    "check",
     "children",
     "decode",
     "encode",
@@ -61,7 +64,7 @@ FOREIGN_KINDS = frozenset({"tensor", "ndarray", "npscalar", "size", "dtype", "de
 MAPPING_KINDS = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
 PER_RANK = "perrank"
 """The kind of a value that ranks saved differently, `[[rank, node], ...]`: made when several ranks are read as one, never stored."""
-_REFERENCE_KINDS = frozenset({"tensor", "ndarray", "generator", "encoded"})
+_REFERENCE_KINDS = frozenset({*ENTRY_AT, "generator"})
 
 _PLAINER = {
     "namedtuple": "namedtuple {}, read as a tuple",
@@ -71,6 +74,7 @@ _PLAINER = {
 }
 
 _MAX_DEPTH = 200
+_STATE_DEPTH = 8  # of a generator, which is a leaf for whoever saves it
 # A reader refuses JSON nested deeper than 512 (FORMAT.md, section 3); a level of a dict takes three brackets. The rest is for
 # the document around the node and for what a hook makes of a leaf.
 _MAX_NESTING = 480
@@ -396,7 +400,7 @@ def plainer(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 
 def _malformed(kind: str, payload: Any) -> IntegrityError:
     text = repr(payload)
-    return IntegrityError(f"malformed node {kind or 'value'}: {text[:80]}{'...' if len(text) > 80 else ''}; run `syckpt verify`")
+    return IntegrityError(f"malformed node {kind or 'value'}: {text[:80]}{'...' if len(text) > 80 else ''}")
 
 
 def _bytes(payload: Any, kind: str) -> bytes:
@@ -430,8 +434,12 @@ class PerRank(dict[int, Any]):
 
 
 class _Decoder:
+    """One run of `decode`. `_depth` counts nodes above; `_inside`, those of them that have to be complete without tensors."""
+
     def __init__(self, leaf: DecodeLeaf | None) -> None:
         self._leaf = leaf
+        self._depth = 0
+        self._inside = 0
 
     def value(self, node: Node) -> Any:
         kind = type(node)
@@ -444,16 +452,33 @@ class _Decoder:
         if kind is not dict or len(node) != 1:
             raise _malformed("", node)
         name, payload = next(iter(node.items()))
+        if self._depth > _MAX_DEPTH + _STATE_DEPTH:
+            raise IntegrityError(f"malformed node {name}: nested deeper than {_MAX_DEPTH}")
         decoder = _DECODERS.get(name)
         if decoder is not None:
-            return decoder(self, payload)
+            self._depth += 1
+            value = decoder(self, payload)
+            self._depth -= 1
+            return value
         if name not in FOREIGN_KINDS:
-            raise IntegrityError(f"unknown node {name!r}; run `syckpt verify`")
+            raise IntegrityError(f"unknown node {str(name)[:40]!r}")
         if not _FOREIGN_CHECKS[name](payload):
             raise _malformed(name, payload)
-        if name == "generator":
+        if self._inside and name in _REFERENCE_KINDS:
+            raise IntegrityError(f"malformed node {name}: in a key, a member of a set, a part of a slice or an enum")
+        return self.foreign(name, payload)
+
+    def foreign(self, kind: str, payload: Any) -> Any:
+        if kind == "generator":
             _Decoder(None).value(payload[1])
-        return Opaque(name, payload) if self._leaf is None else self._leaf(name, payload)
+        return Opaque(kind, payload) if self._leaf is None else self._leaf(kind, payload)
+
+    def complete(self, node: Node) -> Any:
+        """Do as `value` for what holds no tensors: a key, a member of a set, a part of a slice, the value of an enum member."""
+        self._inside += 1
+        value = self.value(node)
+        self._inside -= 1
+        return value
 
     def items(self, payload: Any, kind: str) -> list[Any]:
         values = []
@@ -463,7 +488,7 @@ class _Decoder:
 
     def members(self, payload: Any, kind: str) -> frozenset[Any]:
         try:
-            found = frozenset(self.items(payload, kind))
+            found = frozenset([self.complete(node) for node in _list_of(payload, kind)])
         except TypeError as exc:
             raise _malformed(kind, payload) from exc
         if len(found) != len(payload):
@@ -474,7 +499,7 @@ class _Decoder:
         found = {}
         for pair in _list_of(payload, kind):
             key_node, node = _list_of(pair, kind, 2)
-            key = self.value(key_node)
+            key = key_node if type(key_node) is str else self.complete(key_node)
             value = self.value(node)
             try:
                 found[key] = value
@@ -536,7 +561,7 @@ class _Decoder:
         name, member, node = _list_of(payload, "enum", 3)
         if type(name) is not str or not (member is None or type(member) is str):
             raise _malformed("enum", payload)
-        return self.value(node)
+        return self.complete(node)
 
     def decode_range(self, payload: Any) -> range:
         start, stop, step = (self.value(node) for node in _list_of(payload, "range", 3))
@@ -545,7 +570,8 @@ class _Decoder:
         return range(start, stop, step)
 
     def decode_slice(self, payload: Any) -> slice:
-        return slice(*self.items(_list_of(payload, "slice", 3), "slice"))
+        start, stop, step = (self.complete(node) for node in _list_of(payload, "slice", 3))
+        return slice(start, stop, step)
 
     def decode_per_rank(self, payload: Any) -> PerRank:
         found = self.pairs(payload, PER_RANK)
@@ -562,7 +588,7 @@ class _Decoder:
 
 # Partial functions rather than lambdas: a frame less a level leaves more of the stack to the caller.
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    PER_RANK: _Decoder.decode_per_rank,
+    PER_RANK: lambda decoder, payload: decoder.decode_per_rank(payload),
     "str": _Decoder.decode_text,
     "int": _Decoder.decode_integer,
     "float": _Decoder.decode_float,
@@ -614,7 +640,40 @@ _FOREIGN_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 def decode(node: Node, *, leaf: DecodeLeaf | None = None) -> Any:
     """Return the value of a node. Raises: IntegrityError for a malformed one (and whatever `leaf` raises)."""
+    return _run(_Decoder(leaf), node)
+
+
+class _Checker(_Decoder):
+    """Decodes what one rank stored, for its form alone: torch and numpy have a say only when the value is made."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__(None)
+        self._entries = entries
+
+    def foreign(self, kind: str, payload: Any) -> Any:
+        if kind in ENTRY_AT:
+            at = ENTRY_AT[kind]
+            index = payload if at is None else payload[at]
+            if index >= self._entries:
+                raise IntegrityError(f"malformed node {kind}: names entry {index} of {self._entries}")
+            return None
+        if kind == "generator":
+            self._depth += 1
+            self.value(payload[1])
+            self._depth -= 1
+        return Opaque(kind, payload)
+
+    def decode_per_rank(self, payload: Any) -> PerRank:
+        raise IntegrityError(f"malformed node {PER_RANK}: values of several ranks, where those of one are stored")
+
+
+def check(node: Node, *, entries: int) -> None:
+    """Check the form of a node that one rank stored, `entries` being how many entries nodes may name. Raises: IntegrityError."""
+    _run(_Checker(entries), node)
+
+
+def _run(decoder: _Decoder, node: Node) -> Any:
     try:
-        return _Decoder(leaf).value(node)
+        return decoder.value(node)
     except RecursionError as exc:
-        raise IntegrityError("malformed node: nested too deep; run `syckpt verify`") from exc
+        raise IntegrityError("malformed node: nested too deep") from exc

@@ -36,7 +36,7 @@ class Collection:
 
     `unreachable` commits are dropped: their records stay. `cut_off`: saves whose writer is gone; those that were published are completed,
     the others removed. `strays`: keys, with sizes, of saves that nothing accounts for. `sweeps`: what goes of dropped commits; `skipped`:
-    those that had to be left, and why. `staged`: unfinished files of processes that are gone; counted only when they are removed.
+    those that had to be left, and why. `staged`: unfinished files, with sizes, of processes that are gone.
     """
 
     dry_run: bool
@@ -45,12 +45,12 @@ class Collection:
     strays: tuple[tuple[str, int], ...]
     sweeps: tuple[Sweep, ...]
     skipped: tuple[tuple[str, str], ...] = ()
-    staged: int = 0
+    staged: tuple[tuple[str, int], ...] = ()
 
     @property
     def freed_nbytes(self) -> int:
         """Stored bytes that go, less those that are written anew."""
-        return sum(size for _, size in self.strays) + sum(found.freed_nbytes for found in self.sweeps)
+        return sum(size for _, size in [*self.strays, *self.staged]) + sum(found.freed_nbytes for found in self.sweeps)
 
     @property
     def moved_nbytes(self) -> int:
@@ -95,7 +95,7 @@ def collect(
     # Also when it is to be done: what needs which bytes is known to be readable before anything goes.
     sweeps = plan_sweeps(survey, dropping=lost, now_s=now_s)
     if dry_run:
-        return Collection(True, unreachable, given_up, sized, sweeps)
+        return Collection(True, unreachable, given_up, sized, sweeps, staged=tuple(store.staging().items()))
     for intent in cut_off:
         settle(repository, intent)
     for key in strays:
@@ -108,7 +108,7 @@ def collect(
         if survey.is_dropped(commit):
             # A sweep killed behind its last deletion leaves an empty directory, which goes with a key that may be absent.
             store.delete(manifest_key(commit, 0))
-    staged = store.collect_staging()
+    staged = tuple(store.collect_staging().items())
     return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), given_up, sized, done, skipped, staged)
 
 

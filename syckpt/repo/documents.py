@@ -19,7 +19,7 @@ def read(store: Store, key: str, *, kind: str, seal: str | None = None) -> tuple
 
     Raises: NotFoundError, IntegrityError (damaged, or not the document with the given `seal`), FormatError.
     """
-    data = store.get(key)
+    data = store.get(key, limit=canonical.MAX_DOCUMENT_NBYTES)
     if data[:4] == _ZSTD_MAGIC:
         from syckpt.codecs import zstd  # Brings numpy, which most documents do not need.
 

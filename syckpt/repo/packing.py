@@ -67,7 +67,7 @@ class Packed:
     manifest_seal: str
     locations: Locations
     stats: dict[str, Any]
-    items: dict[str, str | None] = field(default_factory=dict)
+    items: dict[str, str] = field(default_factory=dict)
     """`Manifest.structures`."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from syckpt import codecs
 from syckpt.errors import IntegrityError, NotFoundError
@@ -32,8 +33,7 @@ _MAX_TABLES = 64
 _MAX_LISTED = 16  # commits
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor's bytes are: a row, the blob that it is in, and the place of its base."""
 
     blob: BlobRecord
@@ -140,26 +140,38 @@ class Reader:
         distinct = manifest.distinct()
         if locations.manifest_seal != commit.manifests[rank][1] or len(locations.at) != len(distinct):
             raise IntegrityError(f"{where}: belongs to another manifest")
-        by_address = {digest: self.place(locations, *at) for digest, at in zip(distinct, locations.at, strict=True)}
-        snapshot = Snapshot(commit, manifest, locations, tuple(by_address.get(entry.address) for entry in manifest.entries))
-        for _, entry, place in snapshot.stored():
-            if entry.nbytes != place.row.nbytes or (place.row.coded and place.row.width != entry.kind.width):
+        tables = {source: self._owner(locations, source) for source in {source for source, _ in locations.at}}
+        by_address = {digest: self._place(*tables[source], row) for digest, (source, row) in zip(distinct, locations.at, strict=True)}
+        places = tuple([by_address.get(entry.address) for entry in manifest.entries])
+        for entry, place in zip(manifest.entries, places, strict=True):
+            if place is None:
+                continue
+            row, nbytes = place.row, entry.nbytes
+            if nbytes != row.nbytes or (row.coded and row.width != entry.kind.width):
                 raise IntegrityError(
-                    f"{where}: {nodes.format_path(entry.path)} has {place.row.nbytes} bytes of width {place.row.width}; its manifest says"
-                    f" {entry.nbytes}"
+                    f"{where}: {nodes.format_path(entry.path)} has {row.nbytes} bytes of width {row.width}; its manifest says {nbytes}"
                 )
-        return snapshot
+        return Snapshot(commit, manifest, locations, places)
 
-    def place(self, locations: Locations, source: int, row: int, *, is_base: bool = False) -> Place:
+    def place(self, locations: Locations, source: int, row: int) -> Place:
         """Return the place that `(source, row)` means in these locations. Raises: IntegrityError."""
-        owner = locations if source == 0 else self.table(locations.source(source))
-        found = owner.row(row)
+        return self._place(*self._owner(locations, source), row)
+
+    def _owner(self, locations: Locations, source: int) -> tuple[Locations, Source]:
+        """Return the locations that a source index means, and whose they are."""
+        return (locations if source == 0 else self.table(locations.source(source))), locations.source(source)
+
+    def _place(self, table: Locations, owner: Source, number: int) -> Place:
+        row = table.row(number)
         base = None
-        if found.base is not None and not is_base:
-            base = self.place(owner, *found.base, is_base=True)
-            if base.row.base is not None or base.row.nbytes != found.nbytes:
-                raise IntegrityError(f"locations of {owner.commit}: the base of row {row} is a delta or of another size")
-        return Place(owner.blobs[found.blob], found, base, (owner.commit, owner.rank), row)
+        if row.base is not None:
+            source, below = row.base
+            of_base, base_owner = self._owner(table, source)
+            found = of_base.row(below)
+            if found.base is not None or found.nbytes != row.nbytes:
+                raise IntegrityError(f"locations of {table.commit}: the base of row {number} is a delta or of another size")
+            base = Place(of_base.blobs[found.blob], found, None, base_owner, below)
+        return Place(table.blobs[row.blob], row, base, owner, number)
 
     def table(self, source: Source) -> Locations:
         """Return the locations of `(commit id, rank)`. Raises: IntegrityError."""

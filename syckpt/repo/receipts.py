@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,11 +19,17 @@ from syckpt.repo import documents
 from syckpt.repo.keys import intent_key, receipt_key, receipts_prefix, verdict_key
 from syckpt.repo.repository import Repository
 
-__all__ = ["Desk", "Receipt", "discard"]
+__all__ = ["Desk", "Receipt", "discard", "listed"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 _log = logging.getLogger("syckpt")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+# The more ranks look, the longer each pauses: a store has at most ten thousand looks a second to answer.
+_PAUSE_PER_RANK_S = 1e-4
+# Requests at a time: a network file system takes a millisecond for each, and rank 0 makes several for every rank.
+_AT_ONCE = 16
+_MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,20 @@ class Receipt:
     manifest: str
     stats: dict[str, Any]
     blobs: dict[str, int] = field(default_factory=dict)
-    items: dict[str, str | None] = field(default_factory=dict)
+    items: dict[str, str] = field(default_factory=dict)
 
 
 class Desk:
-    """The receipts of one save of a branch. `timeout_s` bounds each wait."""
+    """The receipts of one save of a branch. `timeout_s` bounds each wait; `world_size` is how many ranks look."""
 
-    def __init__(self, repository: Repository, branch: str, commit: str, *, timeout_s: float) -> None:
+    def __init__(self, repository: Repository, branch: str, commit: str, *, timeout_s: float, world_size: int = 1) -> None:
         self._repository = repository
         self._store = repository.store
         self._branch = branch
         self._commit = commit
         self._prefix = receipts_prefix(branch, commit)
         self._timeout_s = timeout_s
+        self._last_pause_s = max(_LAST_PAUSE_S, world_size * _PAUSE_PER_RANK_S)
         self.is_settled = False
         """Whether the verdict that was awaited is rank 0's: then nothing changes it any more."""
 
@@ -88,40 +96,53 @@ class Desk:
         """
         found: dict[int, Receipt] = {}
         failed: dict[int, dict[str, str]] = {}
+        missing = {self._key(rank): rank for rank in ranks}
 
         def look() -> bool | None:
-            for rank in ranks:
-                if rank not in found and rank not in failed and self._store.size(self._key(rank)) is not None:
-                    self._take(rank, found, failed)
-            if failed or len(found) == len(ranks):
+            # By one listing, however many are missing.
+            new = [missing.pop(key) for key in self._store.list(self._prefix, deep=False) if key in missing]
+            for rank, told in zip(new, _at_once(self._read, new), strict=True):
+                if isinstance(told, Receipt):
+                    found[rank] = told
+                else:
+                    failed[rank] = told
+            if failed or not missing:
                 return True
             self.require_undecided()
             if self._store.size(intent_key(self._commit)) is None:
                 raise RankFailure(f"save {self._commit}: another incarnation of the job cleared it")
             return None
 
-        def missing() -> str:
-            absent = ", ".join(str(rank) for rank in ranks if rank not in found)
+        def late() -> str:
+            absent = listed(missing.values())
             return f"save {self._commit}: rank(s) {absent} did not complete their part within {self._timeout_s:g} s; the save is given up"
 
-        self._wait(look, missing)
+        self._wait(look, late)
         if failed:
-            first = from_wire(next(iter(failed.values())))
-            causes = "; ".join(f"rank {rank}: {wire['message']}" for rank, wire in sorted(failed.items()))
-            raise type(first)(f"save {self._commit} failed on rank(s) {', '.join(map(str, sorted(failed)))}: {causes}")
+            # Every rank reads it, and they may all have failed.
+            some = sorted(failed)[:_MOST_NAMED]
+            causes = "; ".join(f"rank {rank}: {failed[rank]['message']}" for rank in some)
+            kind = type(from_wire(failed[some[0]]))
+            raise kind(f"save {self._commit} failed on rank(s) {listed(sorted(failed))}: {causes}")
         return [found[rank] for rank in ranks]
 
-    def _take(self, rank: int, found: dict[int, Receipt], failed: dict[int, dict[str, str]]) -> None:
+    def _read(self, rank: int) -> Receipt | dict[str, str]:
+        """Return a rank's receipt, or the error that it tells of. Raises: IntegrityError."""
         key = self._key(rank)
         body, _ = documents.read(self._store, key, kind="receipt")
         fields = Fields(body, where=key)
         if fields.raw("error") is not None:
-            failed[rank] = _error(fields)
-        else:
-            blobs = fields.mapping("blobs")
-            if any(type(size) is not int for size in blobs.values()):
-                fields.fail("'blobs' is not one of keys to sizes")
-            found[rank] = Receipt(rank, fields.text("manifest"), fields.mapping("stats"), blobs, fields.mapping("items"))
+            return _error(fields)
+        blobs = fields.mapping("blobs")
+        if any(type(size) is not int for size in blobs.values()):
+            fields.fail("'blobs' is not one of keys to sizes")
+        return Receipt(rank, fields.text("manifest"), fields.mapping("stats"), blobs, fields.mapping("items"))
+
+    def lacking(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        """Return the receipts that name a blob which is not there in its size."""
+        sizes = {key: size for receipt in receipts for key, size in receipt.blobs.items()}
+        absent = {key for key, size in zip(sizes, _at_once(self._store.size, list(sizes)), strict=True) if size != sizes[key]}
+        return [receipt for receipt in receipts if not absent.isdisjoint(receipt.blobs)]
 
     def decide(self, seal: str | None, error: BaseException | None = None, *, rank: int = 0) -> None:
         """Tell the other ranks' writers that the save is visible, or has failed. Raises: ConflictError when that was said before."""
@@ -221,8 +242,23 @@ class Desk:
             if time.monotonic() >= deadline:
                 raise RankTimeout(late())
             time.sleep(pause_s)
-            pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
+            pause_s = min(self._last_pause_s, 1.5 * pause_s)
         return seen
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return ranks as text, of thousands the first few: every rank is told it."""
+    named = list(map(str, ranks))
+    more = len(named) - _MOST_NAMED
+    return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _at_once(request: Callable[[S], T], about: Sequence[S]) -> list[T]:
+    """Make a request of the store about each, several at a time; return the answers in order. Raises: what one of them failed with."""
+    share = max(1, -(-len(about) // _AT_ONCE))
+    shares = [about[begin : begin + share] for begin in range(0, len(about), share)]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="syckpt-receipts") as pool:
+        return [answer for answers in pool.map(lambda each: [request(one) for one in each], shares) for answer in answers]
 
 
 def _error(fields: Fields) -> dict[str, str]:

@@ -6,16 +6,16 @@ import logging
 import time
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StoreError
-from syckpt.objects import ids
 from syckpt.objects.refs import RefRecord
 from syckpt.repo import documents
-from syckpt.repo.keys import RECORD, copy_key, record_key, records_prefix
+from syckpt.repo.keys import COPY, RECORD, copy_key, record_key, records_prefix, ref_of
 from syckpt.stores.base import Store
 
 __all__ = ["CLASSES", "Refs"]
 
 CLASSES = ("heads", "tags", "names")
 _log = logging.getLogger("syckpt")
+_MAX_COPY_NBYTES = 512  # a commit id and the end of a line have 26
 
 
 class Refs:
@@ -54,14 +54,8 @@ class Refs:
 
         Raises: IntegrityError for a damaged one; with `problems` it is left out and added there.
         """
-        prefix = f"logs/refs/{kind}/"
-        numbers: dict[str, list[int]] = {}
-        for key in self._store.list(prefix):
-            if match := RECORD.fullmatch(key):
-                numbers.setdefault(match["component"], []).append(int(match["number"]))
         found = {}
-        for component, own in sorted(numbers.items()):
-            ref = f"{kind}/{ids.name_of_component(component)}"
+        for ref, own in sorted(self.listed(kind).items()):
             try:
                 newest = self._newest(ref, self._without_gaps(ref, own))
             except IntegrityError as exc:
@@ -70,8 +64,17 @@ class Refs:
                 problems.append(exc)
                 continue
             if newest is not None and not newest.deleted:
-                found[ids.name_of_component(component)] = newest
+                found[ref.partition("/")[2]] = newest
         return found
+
+    def listed(self, kind: str) -> dict[str, list[int]]:
+        """Return the listed numbers of each ref of a class; none for a branch of which only the copy for people is left."""
+        # Copies first: the record of a branch that is made meanwhile is in the later listing.
+        copies, records = self._store.list(f"refs/{kind}/"), self._store.list(f"logs/refs/{kind}/")
+        numbers: dict[str, list[int]] = {ref_of(match): [] for match in filter(None, map(COPY.fullmatch, copies))}
+        for match in filter(None, map(RECORD.fullmatch, records)):
+            numbers.setdefault(ref_of(match), []).append(int(match["number"]))
+        return numbers
 
     def read(self, ref: str, number: int) -> RefRecord:
         """Return one record. Raises: NotFoundError, IntegrityError."""
@@ -118,7 +121,7 @@ class Refs:
             return
         key = copy_key(ref)
         try:
-            copy = self._store.get(key).decode("ascii", "replace").strip()
+            copy = self._store.get(key, limit=_MAX_COPY_NBYTES).decode("ascii", "replace").strip()
         except NotFoundError:
             return
         # The copy follows the records, so it may lag (a kill in between); it can name nothing that no record names.
@@ -134,15 +137,13 @@ class Refs:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of the existing refs of a class, sorted."""
-        prefix = f"logs/refs/{kind}/"
-        components = {key[len(prefix) :].partition("/")[0] for key in self._store.list(prefix)}
-        return sorted(name for name in map(ids.name_of_component, components) if self.exists(f"{kind}/{name}"))
+        return sorted(ref.partition("/")[2] for ref in self.listed(kind) if self.exists(ref))
 
     def exists(self, ref: str) -> bool:
-        """Whether a ref has records and was not deleted. A damaged newest record counts as existing."""
+        """Whether a ref has records and was not deleted. One whose newest record is damaged, or whose records are all lost, exists."""
         numbers = self.numbers(ref)
         if not numbers:
-            return False
+            return ref.startswith("heads/") and self._store.size(copy_key(ref)) is not None
         try:
             return not self.read(ref, numbers[-1]).deleted
         except IntegrityError:

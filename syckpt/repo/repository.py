@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, SyckptError
@@ -31,6 +31,7 @@ from syckpt.stores.base import Store, StoreSpec, open_store
 __all__ = ["Repository"]
 
 _log = logging.getLogger("syckpt")
+_MAX_HEAD_NBYTES = 512  # names have at most 240 characters
 _HEAD = re.compile(r"ref: refs/heads/(\S+)\n?")
 
 
@@ -68,7 +69,7 @@ class Repository:
             return Repository.open(spec)
         except NotFoundError:
             store = open_store(spec)
-        body = {"kind": "repository", "version": 1, "id": secrets.token_hex(16), "digest": "blake3", "required": [], "optional": []}
+        body = {"kind": "repository", "version": 1, "id": os.urandom(16).hex(), "digest": "blake3", "required": [], "optional": []}
         try:
             documents.write(store, "format.json", body)
         except ConflictError:
@@ -192,7 +193,7 @@ class Repository:
         Raises: IntegrityError when HEAD is malformed, names a branch without records while other branches have some, or was lost.
         """
         try:
-            text = self.store.get("HEAD").decode("ascii", "replace")
+            text = self.store.get("HEAD", limit=_MAX_HEAD_NBYTES).decode("ascii", "replace")
         except NotFoundError:
             branches = self.refs.names("heads")
             if len(branches) > 1:

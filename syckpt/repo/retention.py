@@ -109,11 +109,12 @@ def plan(
     *,
     tip: str | None,
     protected: Mapping[str, Sequence[str]],
-    maximize: bool = False,
+    maximize: bool | None = None,
     is_whole: Callable[[Commit], bool] = lambda commit: not commit.damaged,
 ) -> Plan:
     """Decide about the commits made on a branch, oldest first; dropped ones among them tell only how the others hang together.
 
+    `maximize`: whether the best metric is the highest; None where nobody said so: what would be best either way stays.
     `protected` maps commits to why they stay whatever the rule says. `is_whole` is asked about as few commits as possible.
     Damaged commits fill no place of a rule: they stay only if something protects them.
     """
@@ -127,13 +128,14 @@ def plan(
 
     keep([commit for commit in there if commit.id == tip], "tip")
     keep(good[-rule.last :] if rule.last else (), f"last {rule.last}")
-    rest = good[::-1]
-    for place in range(rule.best or 1):
-        best = history.best(rest, maximize=maximize)
-        if best is None:
-            break
-        keep([best], "best" if place == 0 else f"best {rule.best}")
-        rest.remove(best)
+    for highest, condition in ((False, " (if the lowest)"), (True, " (if the highest)")):
+        rest = good[::-1] if maximize in (None, highest) else []
+        for place in range(rule.best or 1):
+            best = history.best(rest, maximize=highest)
+            if best is None:
+                break
+            keep([best], ("best" if place == 0 else f"best {rule.best}") + (condition if maximize is None else ""))
+            rest.remove(best)
     line = _line(made, tip)
     on_line = [commit for commit in good if commit.id in line]
     if rule.every_steps:
@@ -171,8 +173,8 @@ def _firsts(commits: Iterable[Commit], bucket: Callable[[Commit], int | None]) -
     return list(found.values())
 
 
-def retain(repository: Repository, branch: str, rule: Retention, *, maximize: bool = False, dry_run: bool = False) -> Retained:
-    """Apply a rule to the commits made on a branch; with `dry_run`, only say what that would do.
+def retain(repository: Repository, branch: str, rule: Retention, *, maximize: bool | None = None, dry_run: bool = False) -> Retained:
+    """Apply a rule to the commits made on a branch; with `dry_run`, only say what that would do. `maximize` is that of `plan`.
 
     Raises: NotFoundError for a branch that does not exist; IntegrityError when what protects commits cannot be read: then nothing is
     changed; StoreError.
@@ -187,7 +189,7 @@ class Keeper:
     It leaves alone what others have dropped, but for what is left of it after an hour: they are at it.
     """
 
-    def __init__(self, repository: Repository, branch: str, rule: Retention, *, maximize: bool = False) -> None:
+    def __init__(self, repository: Repository, branch: str, rule: Retention, *, maximize: bool | None = None) -> None:
         self._repository = repository
         self._survey = Survey(repository)
         self._branch = branch

@@ -127,7 +127,7 @@ def status(repository: Repository) -> Status:
         problems.append(exc)
     heads = repository.refs.heads("heads", problems=problems)
     tags = repository.refs.heads("tags", problems=problems)
-    nbytes, commits, damaged = 0, 0, []
+    nbytes, commits, damaged = sum(repository.store.staging().values()), 0, []
     for key in repository.store.list():
         nbytes += repository.store.size(key) or 0  # gone meanwhile
         name = key.removeprefix("objects/")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from syckpt.errors import ConflictError, IntegrityError, NotFoundError
@@ -21,7 +21,7 @@ from syckpt.repo.keys import COPY, RECORD, commit_key, commit_prefix, locations_
 from syckpt.repo.owner import is_dead, this_process
 from syckpt.repo.repository import Repository
 
-__all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "drop", "numbers_in", "read_intents"]
+__all__ = ["SETTLED_AFTER_S", "Needs", "Ref", "Rows", "Sight", "Survey", "add_rows", "drop", "numbers_in", "read_intents"]
 
 SETTLED_AFTER_S = 3600.0
 """A mark younger than this may be taken back by whoever made it; others leave that commit's bytes alone."""
@@ -252,9 +252,8 @@ class Survey:
             if table is None:
                 self._refuse_if_lost(source, whole)
                 continue
-            for row in (table.rows[number] for number in numbers_in(total[source]) if number < len(table.rows)):
-                if row is not None and row.base is not None:
-                    total[table.source(row.base[0])] |= 1 << row.base[1]
+            own = (table.rows[number] for number in numbers_in(total[source]) if number < len(table.rows))
+            add_rows(total, table, (row.base for row in own if row is not None and row.base is not None))
         return dict(total)
 
     def _refuse_if_lost(self, source: Source, kept: Iterable[str]) -> None:
@@ -331,17 +330,32 @@ def drop(survey: Survey, commits: Iterable[str], *, why: str, protected: Callabl
 
 def numbers_in(rows: int) -> Iterator[int]:
     """Yield the numbers of the rows in a set, ascending."""
-    while rows:
-        lowest = rows & -rows
-        yield lowest.bit_length() - 1
-        rows ^= lowest
+    bits = f"{rows:b}"[::-1]
+    number = bits.find("1")
+    while number >= 0:
+        yield number
+        number = bits.find("1", number + 1)
+
+
+def add_rows(rows: Rows, locations: Locations, pointers: Iterable[tuple[int, int]]) -> None:
+    """Add what locations point to, as `(source index, row)`, to sets of rows."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for index, number in pointers:
+        numbers[index].append(number)
+    for index, found in numbers.items():
+        source = locations.source(index)
+        rows[source] = rows.get(source, 0) | _set_of(found)
+
+
+def _set_of(numbers: Sequence[int]) -> int:
+    # By way of bytes: one integer after the other would be a copy of the whole set for each of them.
+    bits = bytearray(max(numbers) // 8 + 1)
+    for number in numbers:
+        bits[number >> 3] |= 1 << (number & 7)
+    return int.from_bytes(bits, "little")
 
 
 def _add_needs(locations: Locations, rows: Rows, bases: Rows) -> None:
-    for index, row in locations.at:
-        rows[locations.source(index)] |= 1 << row
-    for own in locations.rows:
-        if own is not None and own.base is not None:
-            rows[locations.source(own.base[0])] |= 1 << own.base[1]
-    for index, row in locations.bases:
-        bases[locations.source(index)] |= 1 << row
+    add_rows(rows, locations, locations.at)
+    add_rows(rows, locations, (own.base for own in locations.rows if own is not None and own.base is not None))
+    add_rows(bases, locations, locations.bases)

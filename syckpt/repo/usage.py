@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from syckpt.objects import nodes
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import Locations, Source
-from syckpt.repo.collection import Collection, collect
+from syckpt.repo.collection import collect
 from syckpt.repo.keys import commit_of, commit_prefix
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
-from syckpt.repo.survey import Rows, Survey, numbers_in
+from syckpt.repo.survey import Rows, Survey, add_rows, numbers_in
 
 __all__ = ["CommitUsage", "TensorUsage", "Usage", "measure", "measure_tensors"]
 
@@ -36,7 +36,8 @@ class CommitUsage:
 class Usage:
     """What a repository costs. `commits` are those that are there, oldest first; `reclaimable_nbytes` is what `gc` would free.
 
-    `total_nbytes` is what tensors of single commits take (`CommitUsage.exclusive_nbytes`), `shared_nbytes`, and `other_nbytes`.
+    `total_nbytes` is what tensors of single commits take (`CommitUsage.exclusive_nbytes`), `shared_nbytes`, and `other_nbytes`. An
+    unfinished file counts once its process is gone.
     """
 
     total_nbytes: int
@@ -52,7 +53,7 @@ class Usage:
 
     @property
     def other_nbytes(self) -> int:
-        """What is no tensor that a commit needs: documents, records, headers, and bytes that nothing needs any more."""
+        """What is no tensor that a commit needs: documents, records, headers, unfinished files, and bytes that nothing needs any more."""
         return self.total_nbytes - self.shared_nbytes - sum(found.exclusive_nbytes for found in self.commits)
 
 
@@ -87,7 +88,8 @@ def measure(repository: Repository) -> Usage:
     dropped = [commit for commit in books.recorded if survey.is_dropped(commit)]
     of_dropped = tuple(commit_prefix(commit) for commit in dropped)
     retained = sum(size for key, size in sizes.items() if key.startswith(of_dropped)) if of_dropped else 0
-    could_go: Collection = collect(repository, dry_run=True)
+    could_go = collect(repository, dry_run=True)
+    sizes.update(could_go.staged)
     return Usage(sum(sizes.values()), len(sizes), tuple(commits), len(dropped), retained, could_go.freed_nbytes, books.shared())
 
 
@@ -150,11 +152,9 @@ class _Books:
         rows = dict(needs.rows) if needs is not None else {}
         for source, numbers in list(rows.items()):
             table = self._table(source)
-            for number in numbers_in(numbers) if table is not None else ():
-                row = table.rows[number] if table is not None and number < len(table.rows) else None
-                if table is not None and row is not None and row.base is not None:
-                    base = table.source(row.base[0])
-                    rows[base] = rows.get(base, 0) | 1 << row.base[1]
+            if table is not None:
+                own = (table.rows[number] for number in numbers_in(numbers) if number < len(table.rows))
+                add_rows(rows, table, (row.base for row in own if row is not None and row.base is not None))
         return rows
 
     def _table(self, source: Source) -> Locations | None:

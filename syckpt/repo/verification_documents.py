@@ -10,7 +10,7 @@ from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
 from syckpt.objects.refs import Intent, Lease
 from syckpt.repo import documents, signing
-from syckpt.repo.keys import MARK, RECEIPT, RECORD, commit_of, intent_key, lease_key, ref_of
+from syckpt.repo.keys import MARK, RECEIPT, commit_of, intent_key, lease_key
 from syckpt.repo.refs import CLASSES
 from syckpt.repo.repository import Repository
 from syckpt.repo.verification_report import VerifyReport
@@ -28,22 +28,18 @@ class Records:
         """Whether every record could be read."""
         self._repository = repository
         self._report = report
-        numbers: dict[str, list[int]] = {}
-        for key in repository.store.list("logs/"):
-            match = RECORD.fullmatch(key)
-            if match is not None and match["kind"] in CLASSES:
-                numbers.setdefault(ref_of(match), []).append(int(match["number"]))
-        for ref in sorted(numbers, key=lambda ref: (not ref.startswith("heads/"), ref)):
-            before = len(report.findings)
-            attempt(report, repository.refs.head, ref)
-            self._check(ref, sorted(numbers[ref]))
-            self.complete &= len(report.findings) == before
+        for kind in CLASSES:
+            for ref, numbers in sorted(repository.refs.listed(kind).items()):
+                before = len(report.findings)
+                attempt(report, repository.refs.head, ref)
+                self._check(ref, numbers)
+                self.complete &= len(report.findings) == before
         # Last, since it may find what is wrong with a ref in the same words.
         attempt(report, _check_head, repository)
 
     def _check(self, ref: str, numbers: list[int]) -> None:
         refs = self._repository.refs
-        gaps = sorted(set(range(1, numbers[-1] + 1)) - set(numbers))
+        gaps = sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers))
         # A listing may show a record and not the one that was made just before it.
         gaps = [number for number in gaps if self._repository.store.size(refs.key(ref, number)) is None]
         if gaps:

@@ -10,26 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from syckpt.objects import canonical, nodes
+from syckpt.objects.entries import entries_in
 from syckpt.objects.nodes import KeyPath, Node
 
-__all__ = ["merge", "named_parameters", "renumber", "swap_tensors", "unite_groups", "without_parameters"]
-
-
-def renumber(node: Node, numbers: Mapping[int, int]) -> Node:
-    """Return a node whose entries are counted by `numbers[old]` instead."""
-    if isinstance(node, dict):
-        if "tensor" in node:
-            return {"tensor": numbers[node["tensor"]]}
-        if "ndarray" in node:
-            index, *rest = node["ndarray"]
-            return {"ndarray": [numbers[index], *rest]}
-        if "encoded" in node:
-            form, index = node["encoded"]
-            return {"encoded": [form, numbers[index]]}
-        return {kind: renumber(payload, numbers) for kind, payload in node.items()}
-    if isinstance(node, list):
-        return [renumber(child, numbers) for child in node]
-    return node
+__all__ = ["merge", "named_parameters", "own_paths", "swap_tensors", "unite_groups", "without_parameters"]
 
 
 def swap_tensors(node: Node, swap: Callable[[KeyPath, int], int], path: KeyPath = ()) -> Node:
@@ -88,6 +72,21 @@ def _merge_pairs(
             united.setdefault(canonical.dumps(key), (key, []))[1].append((rank, value))
     partial += [(*path, nodes.node_key(key)) for key, values in united.values() if len(values) < len(parts)]
     return [[key, _merge(values, choose, (*path, nodes.node_key(key)), differing, partial)] for key, values in united.values()]
+
+
+def own_paths(node: Node, local: Collection[int], path: KeyPath = ()) -> list[KeyPath]:
+    """Return the paths at which `merge` finds that ranks with equal structure differ: entries that each rank kept for itself are there."""
+    if not local:
+        return []
+    kind, payload = nodes.split(node)
+    below: list[tuple[Any, Node]] = []
+    if kind in nodes.MAPPING_KINDS:
+        below = [(nodes.node_key(key), child) for key, child in payload]
+    elif kind in ("list", "tuple"):
+        below = list(enumerate(payload))
+    elif not entries_in([node]).isdisjoint(local):
+        return [path]
+    return [found for key, child in below for found in own_paths(child, local, (*path, key))]
 
 
 # --- optimizers whose parameters differ between ranks --------------------------------------------------------------------------

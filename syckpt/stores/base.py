@@ -2,13 +2,13 @@
 
 | operation | key absent | key present | directory missing | killed in the middle |
 |---|---|---|---|---|
-| `get`, `readinto` | NotFoundError | its bytes; a range beyond the end: IntegrityError | as absent | - |
+| `get`, `readinto` | NotFoundError | its bytes; a range beyond the end, or more than `limit`: IntegrityError | as absent | - |
 | `size`, `modified_s` | None | bytes; when they were written | as absent | - |
 | `create`, `sink` ... `close` | durable on return | ConflictError, old bytes kept | made, durably | key absent or complete, never torn |
 | `replace` | durable on return | overwritten | made, durably | old bytes or new ones, never torn |
 | `list` | - | sorted | empty list | - |
 | `delete` | nothing happens | gone; after a loss of power perhaps back | as absent | present or absent |
-| `collect_staging` | - | keys are never touched | 0 | as if it had ended there |
+| `staging`, `collect_staging` | - | keys are never touched | nothing | as if it had ended there |
 
 `create` and `sink` raise nothing after the key has become durable; if they raise, the key is as it was before. If `replace` raises
 StoreError the key holds the old bytes or the new ones. There is no rename and no lock. Every failure of the disk is a StoreError.
@@ -98,8 +98,12 @@ class Store(Protocol):
 
     before_mutation: MutationHook
 
-    def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from `offset`, or all up to the end. Raises: NotFoundError, IntegrityError."""
+    def get(self, key: str, *, offset: int = 0, length: int | None = None, limit: int | None = None) -> bytes:
+        """Return `length` bytes from `offset`, or all up to the end.
+
+        `limit`: more bytes than that are refused before any memory is taken: how long a key is, is up to whoever can write to the store.
+        Raises: NotFoundError, IntegrityError.
+        """
 
     def readinto(self, key: str, buffer: Buffer, *, offset: int = 0) -> None:
         """Fill the writable, contiguous buffer exactly. Raises: NotFoundError, IntegrityError; the buffer's content is then undefined."""
@@ -125,8 +129,11 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove the key; an absent one is fine."""
 
-    def collect_staging(self) -> int:
-        """Remove unfinished files that no living process owns, and return how many."""
+    def staging(self) -> dict[str, int]:
+        """Return the unfinished files that no living process owns, by a name that is no key, each with the bytes that go with it."""
+
+    def collect_staging(self) -> dict[str, int]:
+        """Remove what `staging` lists, and return it."""
 
     def free_nbytes(self) -> int | None:
         """Return the bytes that can still be written, or None if nobody knows."""
@@ -169,15 +176,21 @@ def absent(store: Store, key: str) -> NotFoundError:
     return NotFoundError(f"no {key!r} in {store.describe()}; list what is there with `syckpt log`, check it with `syckpt verify`")
 
 
-def check_range(store: Store, key: str, *, size: int, offset: int, length: int | None) -> int:
-    """Return the number of bytes to read of a key of `size` bytes. Raises: IntegrityError if they are not there."""
+def check_range(store: Store, key: str, *, size: int, offset: int, length: int | None, limit: int | None = None) -> int:
+    """Return the number of bytes to read of a key of `size` bytes. Raises: IntegrityError if they are not there, or beyond the limit."""
     expected = offset if length is None else offset + length
     if expected > size:
         raise IntegrityError(
             f"{key!r} in {store.describe()} is too short: expected at least {expected} bytes, found {size}; "
             "see what else is damaged with `syckpt verify`"
         )
-    return size - offset if length is None else length
+    found = size - offset if length is None else length
+    if limit is not None and found > limit:
+        raise IntegrityError(
+            f"{key!r} in {store.describe()} is too long: expected at most {limit} bytes, found {found}; "
+            "see what else is damaged with `syckpt verify`"
+        )
+    return found
 
 
 def flat(buffer: Buffer) -> memoryview:

@@ -50,6 +50,7 @@ _COPY_NBYTES = 4096  # smaller buffers are copied: cheaper than a place in the v
 _VECTOR_COUNT = 1024  # IOV_MAX
 _READER_COUNT = 64  # open descriptors kept for `readinto`
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO must not hang its reader
 
 
 class LocalStore:
@@ -57,22 +58,24 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str], *, before_mutation: MutationHook = unobserved) -> None:
         self.root = os.path.abspath(os.fspath(root))
+        self._inside = os.path.join(self.root, "")
         self.before_mutation = before_mutation
         self._synced: set[str] = set()  # directories whose entry in their parent is durable
         self._readers: OrderedDict[str, _Reader] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        return self._read(key, self._open, lambda reader: self._bytes_of(reader, key, offset, length))
+    def get(self, key: str, *, offset: int = 0, length: int | None = None, limit: int | None = None) -> bytes:
+        return self._read(key, self._open, lambda reader: self._bytes_of(reader, key, offset, length, limit))
 
-    def _bytes_of(self, reader: _Reader, key: str, offset: int, length: int | None) -> bytes:
-        length = check_range(self, key, size=reader.size(), offset=offset, length=length)
+    def _bytes_of(self, reader: _Reader, key: str, offset: int, length: int | None, limit: int | None) -> bytes:
+        length = check_range(self, key, size=reader.nbytes, offset=offset, length=length, limit=limit)
         chunks = []
         while length and (chunk := os.pread(reader.descriptor, length, offset)):
             chunks.append(chunk)
             offset += len(chunk)
             length -= len(chunk)
-        check_range(self, key, size=offset, offset=offset, length=length)
+        if length:
+            check_range(self, key, size=offset, offset=offset, length=length)
         return b"".join(chunks)
 
     def readinto(self, key: str, buffer: Buffer, *, offset: int = 0) -> None:
@@ -82,17 +85,17 @@ class LocalStore:
         while view and (count := os.preadv(reader.descriptor, [view], offset)):
             view = view[count:]
             offset += count
-        check_range(self, key, size=min(offset, reader.size()) if view else offset, offset=offset, length=len(view))
+        check_range(self, key, size=min(offset, reader.nbytes) if view else offset, offset=offset, length=len(view))
 
     def size(self, key: str) -> int | None:
         try:
-            return self._read(key, self._open, _Reader.size)
+            return self._read(key, self._open, lambda reader: reader.nbytes)
         except NotFoundError:
             return None
 
     def modified_s(self, key: str) -> float | None:
         try:
-            return self._read(key, self._open, _Reader.modified_s)
+            return self._read(key, self._open, lambda reader: reader.modified_s)
         except NotFoundError:
             return None
 
@@ -102,7 +105,7 @@ class LocalStore:
             try:
                 return use(opened(key))
             except OSError as error:
-                if errno.ESTALE not in (error.errno, getattr(error.__cause__, "errno", None)):
+                if error.errno != errno.ESTALE:
                     raise
             # Another host of a network file system has deleted or replaced it: opened anew, it is another file, or absent.
             return use(self._open(key))
@@ -133,16 +136,24 @@ class LocalStore:
             if len(parents) == 2 and parents[0] == "objects":  # the only directories that come and go: one a commit
                 self._remove_if_empty(parents, key)
 
-    def collect_staging(self) -> int:
-        removed = 0
+    def staging(self) -> dict[str, int]:
+        found: dict[str, int] = {}
         with _translating("list", self.path(STAGING)), suppress(FileNotFoundError), self._directory([STAGING]) as at:
-            for name in os.listdir(at):
-                with suppress(FileNotFoundError):  # its owner or another collector removed it first
-                    found = os.lstat(name, dir_fd=at)
-                    if not stat.S_ISDIR(found.st_mode) and is_abandoned(name, found.st_mtime):
-                        self._unlink(name, f"{STAGING}/{name}", at=at)
-                        removed += 1
-        return removed
+            for name in sorted(os.listdir(at)):
+                with suppress(FileNotFoundError):  # its owner or a collector removed it first
+                    file = os.lstat(name, dir_fd=at)
+                    if not stat.S_ISDIR(file.st_mode) and is_abandoned(name, file.st_mtime):
+                        # A second name: it was published, and its bytes stay under its key.
+                        found[f"{STAGING}/{name}"] = file.st_size if file.st_nlink == 1 else 0
+        return found
+
+    def collect_staging(self) -> dict[str, int]:
+        found = self.staging()
+        if found:
+            with _translating("list", self.path(STAGING)), self._directory([STAGING]) as at:
+                for key in found:
+                    self._unlink(key.removeprefix(f"{STAGING}/"), key, at=at)
+        return found
 
     def free_nbytes(self) -> int | None:
         return _free_nbytes(self.root)
@@ -152,7 +163,7 @@ class LocalStore:
 
     def path(self, key: str) -> str:
         """Return the full path of a key, or of the root for ""."""
-        return os.path.join(self.root, key)
+        return self._inside + key
 
     @contextmanager
     def _mutating(self, operation: str, key: str, path: str | None = None) -> Iterator[None]:
@@ -178,17 +189,17 @@ class LocalStore:
         check_key(key)
         *parents, name = key.split("/")
         path = self.path(key)
-        with _translating("open", path):
+        try:
+            at = self._descend(parents)
             try:
-                with self._directory(parents) as at:
-                    # Not blocking: a FIFO at this name must not hang its reader.
-                    reader = _Reader(_open_at(at, name, path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            except (FileNotFoundError, NotADirectoryError):
-                raise absent(self, key) from None
-            mode = os.fstat(reader.descriptor).st_mode
-        if stat.S_ISDIR(mode):
+                reader = _Reader(_open_at(at, name, path, _FILE))
+            finally:
+                os.close(at)
+        except (FileNotFoundError, NotADirectoryError):
+            raise absent(self, key) from None
+        if stat.S_ISDIR(reader.mode):
             raise absent(self, key)
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(reader.mode):
             raise IntegrityError(f"{path} is not a regular file; a repository holds no others: remove it and run `syckpt verify`")
         return reader
 
@@ -233,17 +244,24 @@ class LocalStore:
     @contextmanager
     def _directory(self, parts: Sequence[str], *, made_for: str | None = None) -> Iterator[int]:
         """Yield a descriptor of a directory below the root; `made_for`: the key for which missing ones are made."""
-        path = self.root
-        at = self._open_root(made_for)
+        at = self._descend(parts, made_for=made_for)
         try:
-            for name in parts:
-                path = f"{path}/{name}"
-                inner = self._enter(at, name, path, made_for)
-                os.close(at)
-                at = inner
             yield at
         finally:
             os.close(at)
+
+    def _descend(self, parts: Sequence[str], *, made_for: str | None = None) -> int:
+        """Return what `_directory` yields; the caller closes it."""
+        path = self.root
+        at = self._open_root(made_for)
+        for name in parts:
+            path = f"{path}/{name}"
+            try:
+                inner = self._enter(at, name, path, made_for)
+            finally:
+                os.close(at)
+            at = inner
+        return at
 
     def _enter(self, at: int, name: str, path: str, made_for: str | None) -> int:
         if made_for is not None and path not in self._synced:
@@ -465,19 +483,15 @@ class _LocalSink:
 class _Reader:
     """A descriptor that closes when nobody holds it any more: threads may still read from one that the cache dropped."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "mode", "modified_s", "nbytes")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        found = os.fstat(descriptor)
+        self.mode, self.nbytes, self.modified_s = found.st_mode, found.st_size, found.st_mtime
 
     def __del__(self) -> None:
         os.close(self.descriptor)
-
-    def size(self) -> int:
-        return os.fstat(self.descriptor).st_size
-
-    def modified_s(self) -> float:
-        return os.fstat(self.descriptor).st_mtime
 
     def is_unlinked(self) -> bool:
         """Whether the file was deleted or replaced after it was opened."""
@@ -499,14 +513,21 @@ def _patiently(attempt: Callable[[], T]) -> T:
     return attempt()
 
 
-@contextmanager
-def _translating(operation: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot {operation} {path}: {error.strerror or error}. {_remedy(operation, path, error)}") from error
+class _translating:
+    """Within it an OSError becomes a StoreError. No `contextmanager`: `log` reads thousands of small files."""
+
+    __slots__ = ("_operation", "_path")
+
+    def __init__(self, operation: str, path: str) -> None:
+        self._operation, self._path = operation, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            operation, path = self._operation, self._path
+            raise StoreError(f"cannot {operation} {path}: {error.strerror or error}. {_remedy(operation, path, error)}") from error
 
 
 def _remedy(operation: str, path: str, error: OSError) -> str:

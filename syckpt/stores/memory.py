@@ -26,12 +26,12 @@ class MemoryStore:
         self._written: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, *, offset: int = 0, length: int | None = None, limit: int | None = None) -> bytes:
         check_key(key)
         value = self._values.get(key)
         if value is None:
             raise absent(self, key)
-        return value[offset : offset + check_range(self, key, size=len(value), offset=offset, length=length)]
+        return value[offset : offset + check_range(self, key, size=len(value), offset=offset, length=length, limit=limit)]
 
     def readinto(self, key: str, buffer: Buffer, *, offset: int = 0) -> None:
         view = flat(buffer)
@@ -69,8 +69,11 @@ class MemoryStore:
         self._mutate("unlink", key)
         self._values.pop(key, None)
 
-    def collect_staging(self) -> int:
-        return 0
+    def staging(self) -> dict[str, int]:
+        return {}
+
+    def collect_staging(self) -> dict[str, int]:
+        return {}
 
     def free_nbytes(self) -> int | None:
         return None

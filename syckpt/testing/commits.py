@@ -17,13 +17,13 @@ import torch
 from syckpt.checkpoint.specs import Config
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
+from syckpt.objects.entries import renumber
 from syckpt.objects.nodes import format_path
 from syckpt.repo import owner
 from syckpt.repo.packing import Packed, Packer, Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.transaction import Transaction, open_branch
-from syckpt.reshard.merge import renumber
 from syckpt.state.flatten import Flat, Leaf, flatten
 from syckpt.stores.base import parse_root
 from syckpt.testing.repositories import MIDNIGHT_NS, commit_id

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -21,16 +20,16 @@ from syckpt.objects import canonical
 from syckpt.objects.address import BLOCK_NBYTES
 from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
-from syckpt.objects.dtypes import dtype
-from syckpt.objects.layouts import LayoutTable, TensorLayout
+from syckpt.objects.layouts import LayoutTable, groups_of
 from syckpt.objects.locations import BlobRecord, Locations, Row
 from syckpt.objects.manifest import Entry, Manifest
+from syckpt.objects.nodes import format_path
 from syckpt.repo import documents
 from syckpt.repo.keys import blob_key, layouts_key, locations_key, manifest_key
 from syckpt.repo.repository import Repository
-from syckpt.reshard.keeping import split_of
-from syckpt.reshard.layout import Layout, copies, holders, keepers, local_shape
-from syckpt.reshard.owners import Copied, choose, spread
+from syckpt.reshard import placement
+from syckpt.reshard.layout import Layout, holders, keepers
+from syckpt.reshard.placement import Placement, Structure, place, table
 from syckpt.stores.memory import MemoryStore
 from syckpt.testing.repositories import MIDNIGHT_NS
 
@@ -41,7 +40,7 @@ _BLOB_NBYTES = 1 << 40
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the state, below the key of its item, and how it lies; `layout` None: every rank has all of it."""
+    """A tensor of the state, below the key of its item, and how it lies on the ranks that have it; `layout` None: all have all of it."""
 
     path: tuple[str, str]
     dtype: str
@@ -83,7 +82,7 @@ class _Store(MemoryStore):
             for key in (manifest_key(state.id, rank), locations_key(state.id, rank, 1), blob_key(state.id, rank))
         )
 
-    def get(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, *, offset: int = 0, length: int | None = None, limit: int | None = None) -> bytes:
         name = key.rpartition("/")[2]
         kind = name.split(".")[1] if "." in name else name
         if key.startswith("objects/"):
@@ -94,7 +93,7 @@ class _Store(MemoryStore):
             data, _ = canonical.seal(made.to_body())
             self.made_s += time.process_time() - began
             return data
-        return super().get(key, offset=offset, length=length)
+        return super().get(key, offset=offset, length=length, limit=limit)
 
     def size(self, key: str) -> int | None:
         return _BLOB_NBYTES if key.endswith(".safetensors") else super().size(key)
@@ -104,35 +103,53 @@ class _Store(MemoryStore):
 
 
 class _State:
-    """What each rank saved."""
+    """What each rank saved. A rank has the plain tensors, and those on whose mesh it is."""
 
-    def __init__(self, tensors: Sequence[Tensor], world_size: int, items: dict[str, Any]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], world_size: int) -> None:
         self.id = "51d0c0de-5eedfacecafebeef"  # Not sixteen digits in a row, which real ids do not have: they take a second look.
         self.world_size = world_size
         self._tensors = tensors
-        self._items = items
-        self.copies = _chosen(tensors, world_size)
+        meshes = {tensor.layout.ranks: frozenset(tensor.layout.ranks) for tensor in tensors if tensor.layout is not None}
+        self._kinds: list[str] = []
+        """By rank, what names its structure; ranks of one pipeline stage have the same one."""
+        self._numbers: dict[str, list[int]] = {}
+        """The tensors of a structure."""
+        for rank in range(world_size):
+            on = {ranks for ranks, members in meshes.items() if rank in members}
+            kind = str([ranks in on for ranks in meshes])
+            self._kinds.append(kind)
+            if kind not in self._numbers:
+                self._numbers[kind] = [number for number, t in enumerate(tensors) if t.layout is None or t.layout.ranks in on]
+        self._structures = {kind: Structure(tuple(map(_as_placed, self._of(numbers)))) for kind, numbers in self._numbers.items()}
+        self._placement = Placement("", place(self._structures, self._kinds))
         self._seals: dict[int, str] = {}
         known: dict[Any, dict[int, list[Box]]] = {}
         self._stored: list[dict[int, list[Box]]] = []
         """Of each tensor, the boxes that a rank stores."""
-        for tensor, copy in zip(tensors, self.copies, strict=True):
+        for tensor in tensors:
+            copy = self._placement.copies[format_path(tensor.path)][1]
             key = (tensor.shape, tensor.layout, copy)
             if key not in known:
                 known[key] = _stored(tensor, copy)
             self._stored.append(known[key])
 
+    def _of(self, numbers: Sequence[int]) -> list[Tensor]:
+        return [self._tensors[number] for number in numbers]
+
     def manifest(self, rank: int) -> Manifest:
         first, further = [], []
-        for number, (tensor, stored) in enumerate(zip(self._tensors, self._stored, strict=True)):
-            boxes = stored.get(rank, ())
+        items: dict[str, Any] = {}
+        for index, number in enumerate(self._numbers[self._kinds[rank]]):
+            tensor = self._tensors[number]
+            items.setdefault(tensor.path[0], {"dict": []})["dict"].append([tensor.path[1], {"tensor": index}])
+            boxes = self._stored[number].get(rank, ())
             entries = [
-                Entry(tensor.path, tensor.dtype, tensor.shape, None if tensor.layout is None else box, _address(rank, number, index))
-                for index, box in enumerate(boxes)
+                Entry(tensor.path, tensor.dtype, tensor.shape, None if tensor.layout is None else box, _address(rank, number, part))
+                for part, box in enumerate(boxes)
             ] or [Entry(tensor.path, tensor.dtype, tensor.shape, None, b"")]
             first.append(entries[0])
             further += entries[1:]
-        return Manifest(rank, self.world_size, (*first, *further), self._items, None)
+        return Manifest(rank, self.world_size, (*first, *further), dict(sorted(items.items())), None)
 
     def seal(self, rank: int) -> str:
         if rank not in self._seals:
@@ -152,16 +169,13 @@ class _State:
         return Locations(self.id, rank, 1, self.seal(rank), (self.id, 0), (blob,), (), at, tuple(rows))
 
     def table(self) -> LayoutTable:
-        meshes: dict[Any, int] = {}
-        layouts: dict[Any, int] = {}
-        rows = []
-        for tensor, copy in zip(self._tensors, self.copies, strict=True):
-            number = None
-            if tensor.layout is not None:
-                mesh = meshes.setdefault((tensor.layout.mesh_shape, tensor.layout.ranks), len(meshes))
-                number = layouts.setdefault((mesh, tuple(map(split_of, tensor.layout.placements))), len(layouts))
-            rows.append(TensorLayout(tensor.path, tensor.dtype, tensor.shape, number, copy))
-        return LayoutTable(self.world_size, dict.fromkeys(self._items, True), tuple(meshes), tuple(layouts), tuple(rows))
+        told = {kind: self.manifest(self._kinds.index(kind)).structures() for kind in self._numbers}
+        made = table(self._structures.values(), self._placement, (), world_size=self.world_size)
+        return replace(made, items=groups_of([told[kind] for kind in self._kinds]))
+
+
+def _as_placed(tensor: Tensor) -> placement.Tensor:
+    return placement.Tensor(tensor.path, tensor.dtype, tensor.shape, tensor.layout)
 
 
 def _stored(tensor: Tensor, copy: int) -> dict[int, list[Box]]:
@@ -179,28 +193,13 @@ def _address(rank: int, number: int, index: int) -> bytes:
     return blake3(b"%d %d %d" % (rank, number, index)).digest()
 
 
-def _chosen(tensors: Sequence[Tensor], world_size: int) -> list[int]:
-    known: dict[Layout | None, Any] = {None: tuple((rank, (rank,)) for rank in spread(world_size))}
-    items = []
-    for tensor in tensors:
-        layout = tensor.layout
-        if layout is not None and layout not in known:
-            known[layout] = tuple((copy, tuple(sorted(keepers(layout, copy)))) for copy in spread(copies(layout)))
-        sizes = tensor.shape if layout is None else local_shape(layout, (0,) * len(layout.mesh_shape))
-        items.append(Copied("/".join(tensor.path), prod(sizes) * dtype(tensor.dtype).itemsize, known[layout]))
-    return choose(items, world_size)
-
-
-def simulate(tensors: Sequence[Tensor], *, world_size: int, table: bool = True) -> Simulated:
+def simulate(tensors: Sequence[Tensor], *, world_size: int, has_table: bool = True) -> Simulated:
     """Return a commit of so many ranks that hold these tensors, with a table of layouts or without."""
-    items: dict[str, Any] = {}
-    for number, tensor in enumerate(tensors):
-        items.setdefault(tensor.path[0], {"dict": []})["dict"].append([tensor.path[1], {"tensor": number}])
-    state = _State(tensors, world_size, dict(sorted(items.items())))
+    state = _State(tensors, world_size)
     store = _Store(state)
     repository = Repository(store, "0" * 32)
     nbytes, layouts = 0, None
-    if table:
+    if has_table:
         layouts = documents.write(store, layouts_key(state.id), state.table().to_body())
         nbytes = store.size(layouts_key(state.id)) or 0
     manifests = tuple((rank, state.seal(rank)) for rank in range(world_size))

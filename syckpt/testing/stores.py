@@ -65,6 +65,14 @@ class StoreSuite:
         with pytest.raises(IntegrityError, match="expected at least 11 bytes, found 10"):
             store.get("a", offset=11)
 
+    def test_get_refuses_more_bytes_than_the_limit(self, store: Store) -> None:
+        store.create("a/b", b"0123456789")
+        assert (store.get("a/b", limit=10), store.get("a/b", offset=4, limit=6)) == (b"0123456789", b"456789")
+        with pytest.raises(IntegrityError, match=r"a/b.*expected at most 9 bytes, found 10"):
+            store.get("a/b", limit=9)
+        with pytest.raises(IntegrityError, match=r"a/b.*expected at most 2 bytes, found 3"):
+            store.get("a/b", offset=1, length=3, limit=2)
+
     def test_get_of_an_absent_key_names_it(self, store: Store) -> None:
         with pytest.raises(NotFoundError, match="no/such"):
             store.get("no/such")
@@ -295,10 +303,11 @@ class StoreSuite:
             list(pool.map(churn, range(8)))
         assert store.list() == []
 
-    def test_collect_staging_spares_a_living_sink(self, store: Store) -> None:
+    def test_a_living_sink_is_neither_listed_nor_collected(self, store: Store) -> None:
         with store.sink("a") as sink:
             sink.write([b"content"])
-            assert store.collect_staging() == 0
+            sink.flush()
+            assert (store.staging(), store.collect_staging()) == ({}, {})
         assert store.get("a") == b"content"
 
     @pytest.mark.parametrize("key", MALFORMED_KEYS)

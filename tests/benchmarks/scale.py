@@ -1,10 +1,10 @@
 """What a rank of a large job needs to plan its load: CPU seconds, documents and memory; the bars are 1 s for 1,024 ranks, 2 s for 8,192.
 
-    python tests/benchmarks/scale.py [--ranks 1024] [--tensors 1000] [--saved fsdp|hsdp|ddp]
+    python tests/benchmarks/scale.py [--ranks 1024] [--tensors 1000] [--saved fsdp|hsdp|ddp] [--to 8 1024 512 768]
 
 The commit is simulated (`syckpt.testing.simulation`): its documents are made when they are read, which is not counted. The reader is one
 rank of a job whose process group is fake, with DTensors of its own: it opens the commit, fits it to its targets, and plans which blocks
-to read (`dry_run`). Jobs of the same size, of half of it, and of three quarters (whose parts are cut elsewhere).
+to read (`dry_run`). Jobs of a 128th of the ranks, of the same size, of half of it, and of three quarters (whose parts are cut elsewhere).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from syckpt.checkpoint import loader
+from syckpt.checkpoint.content import Content
 from syckpt.checkpoint.source import Source
 from syckpt.repo.reader import Reader
 from syckpt.reshard.layout import Layout, Replicate, Shard, local_shape
@@ -99,19 +100,30 @@ def plan(simulated: Simulated, tensors: list[Tensor], saved: str, ranks: int, wo
     )
 
 
+def each(simulated: Simulated, *, count: int = 32) -> float:
+    """Return how many milliseconds of CPU opening one more manifest takes, with its locations, when one was opened before."""
+    content = Content(Reader(simulated.repository), simulated.commit)
+    assert content.sharding[0] == {}
+    gc.collect()
+    made, began = simulated.made_s, time.process_time()
+    for rank in range(1, count + 1):
+        assert content.sharding[rank] == {}
+    return (time.process_time() - began - (simulated.made_s - made)) / count * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--saved", choices=["fsdp", "hsdp", "ddp"], default="fsdp")
+    parser.add_argument("--to", type=int, nargs="*", help="sizes of the jobs that read it")
     arguments = parser.parse_args()
     tensors = state(arguments.saved, arguments.ranks, arguments.tensors)
     simulated = simulate(tensors, world_size=arguments.ranks)
-    each = simulated.table_nbytes / len(tensors)
-    print(
-        f"table of layouts of {arguments.ranks} ranks x {len(tensors)} tensors: {simulated.table_nbytes} bytes stored, {each:.1f} a tensor"
-    )
-    for world_size in (arguments.ranks, arguments.ranks // 2, arguments.ranks * 3 // 4):
+    ranks, nbytes = arguments.ranks, simulated.table_nbytes
+    print(f"table of layouts of {ranks} ranks x {len(tensors)} tensors: {nbytes} bytes stored, {nbytes / len(tensors):.1f} a tensor")
+    print(f"one more manifest: {min(each(simulated) for _ in range(3)):.1f} ms CPU")
+    for world_size in arguments.to or (ranks // 128, ranks, ranks // 2, ranks * 3 // 4):
         print(plan(simulated, tensors, arguments.saved, arguments.ranks, world_size), flush=True)
 
 

@@ -326,13 +326,14 @@ def share(*states: Any, path: str) -> list[Exception | None]:
     flats = [flatten({"misc": state}) for state in states]
     sharing = [Sharing(pair.of(rank), one_file=specs.one_file) for rank in range(2)]
     facts = [sharing[rank].facts(flats[rank], "<rng>") for rank in range(2)]
-    first, second = (sharing[rank].replicas(flats[rank], facts[rank], "<rng>") for rank in range(2))
-    same_replicas = first == second
+    replicas = [sharing[rank].replicas(flats[rank], facts[rank], "<rng>") for rank in range(2)]
+    same_replicas = replicas[0].summary == replicas[1].summary
     same_schema = facts[0].schema == facts[1].schema
 
     def run(rank: int) -> None:
         try:
-            sharing[rank].share(flats[rank], facts[rank], own="<rng>", same_schema=same_schema, same_replicas=same_replicas, at="")
+            same = {"same_schema": same_schema, "same_replicas": same_replicas}
+            sharing[rank].share(flats[rank], facts[rank], replicas[rank], own="<rng>", at="", **same)
         except StateError as exc:
             errors[rank] = exc  # type: ignore[call-overload]
 

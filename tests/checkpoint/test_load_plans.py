@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def job(mesh: tuple[int, ...], *placements: Placement, plain: int = 0) -> list[T
 def located(simulated: Simulated, tensors: list[Tensor], rank: int, mesh: tuple[int, ...], *placements: Placement) -> Content:
     """Do what a rank does that reads all tensors into such a layout."""
     content = Content(Reader(simulated.repository), simulated.commit)
-    content.common("model", rank % RANKS)
+    _ = content.items[rank % RANKS]
     for stored, tensor in zip(list(content.entries), tensors, strict=True):
         boxes = [whole(tensor.shape)]
         if tensor.layout is not None and placements:
@@ -107,9 +108,55 @@ def test_tensor_parallelism_under_sharding_is_found_by_arithmetic_too() -> None:
     assert located(simulated, tensors, 77, (512,), Shard(0)).manifests_read == 3
 
 
+def stages(count: int, tensors: int) -> list[Tensor]:
+    """A pipeline of stages that are sharded each, an embedding that the first and the last one have, and a scale that all have."""
+    each = RANKS // count
+    meshes = [tuple(range(stage * each, (stage + 1) * each)) for stage in range(count)]
+    made = [
+        Tensor(("model", f"s{stage}.w{n}"), "bfloat16", (2 * each, 4), Layout((2 * each, 4), (each,), ranks, (Shard(0),)))
+        for stage, ranks in enumerate(meshes)
+        for n in range(tensors)
+    ]
+    return [*made, Tensor(("model", "scale"), "float32", (64,), None)]
+
+
+def test_of_a_pipeline_one_manifest_a_stage_tells_the_structure_and_arithmetic_the_rest() -> None:
+    tensors = stages(16, 3)
+    simulated = simulate(tensors, world_size=RANKS)
+    content = Content(Reader(simulated.repository), simulated.commit)
+    partial: list[Any] = []
+    node, differing = content.merged_item("model", choose=700, partial=partial)
+    assert [key for key, _ in node["dict"]] == [*(f"s0.w{n}" for n in range(3)), "scale", *(t.path[1] for t in tensors[3:-1])]
+    assert differing == []
+    assert sorted(partial) == sorted(tensor.path for tensor in tensors[:-1])
+    assert simulated.reads == {"layouts": 1, "manifest": 16, "locations": 16}
+    # Stage 10's first tensor, of which a rank of another job has 6 of 128 rows.
+    (wanted,) = [entry for entry in content.entries if entry.path == ("model", "s10.w0")]
+    content.locate(wanted, [Box((9, 0), (6, 4))])
+    assert sorted(wanted.near_ranks) == [644, 645, 646, 647, 700]  # those that overlap, and the one that spoke for the stage
+    assert content.manifests_read == 16 + 4
+
+
+def test_a_rank_of_the_same_pipeline_reads_its_own_manifest() -> None:
+    simulated = simulate(stages(16, 3), world_size=RANKS)
+    content = Content(Reader(simulated.repository), simulated.commit)
+    node = content.items[700]["model"]
+    for _, child in node["dict"][:-1]:
+        stored = content.entries[child["tensor"]]
+        content.locate(stored, [box for box, _, _ in stored.near])
+    assert content.manifests_read == 1
+
+
+def test_a_plain_process_sees_every_stage() -> None:
+    tensors = stages(256, 1)
+    simulated = simulate(tensors, world_size=RANKS)
+    node, differing = Content(Reader(simulated.repository), simulated.commit).merged_item("model", choose=None)
+    assert (len(node["dict"]), differing) == (257, [])
+
+
 def test_without_a_table_whatever_the_own_manifest_lacks_is_looked_for_everywhere() -> None:
     tensors = job((RANKS,), Shard(0), plain=1)
-    simulated = simulate(tensors, world_size=RANKS, table=False)
+    simulated = simulate(tensors, world_size=RANKS, has_table=False)
     content = Content(Reader(simulated.repository), simulated.commit)
     assert set(content.items[5]) == {"model"}
     assert content.manifests_read == 1
@@ -145,7 +192,7 @@ def test_a_table_that_names_wrong_ranks_leads_to_all_manifests(four: tuple[Simul
     simulated, tensors, table = four
     changed = with_table(simulated, replace(table, meshes=(((4,), (3, 2, 1, 0)),)))
     content = Content(Reader(changed.repository), changed.commit)
-    content.common("model", 0)
+    _ = content.items[0]
     content.locate(content.entries[0], [Box((2, 0), (2, 2))])
     assert content.manifests_read == 4
     assert [box for box, _, _ in content.entries[0].near if box.offsets == (2, 0)] == [Box((2, 0), (2, 2))]
@@ -156,7 +203,7 @@ def test_a_table_without_a_tensor_leads_to_all_manifests(four: tuple[Simulated, 
     simulated, _, table = four
     changed = with_table(simulated, replace(table, tensors=()))
     content = Content(Reader(changed.repository), changed.commit)
-    content.common("model", 0)
+    _ = content.items[0]
     content.locate(content.entries[0], [Box((2, 0), (2, 2))])
     assert content.manifests_read == 4
 
@@ -166,7 +213,8 @@ def test_a_table_of_other_tensors_or_items_is_damage(four: tuple[Simulated, list
     for wrong in (
         replace(table, tensors=(replace(table.tensors[0], shape=(9, 2)), *table.tensors[1:])),
         replace(table, tensors=(replace(table.tensors[0], dtype="int32"), *table.tensors[1:])),
-        replace(table, items={"model": True, "more": True}),
+        replace(table, items={"model": ((0, 1, 2, 3),), "more": ((1,),)}),
+        replace(table, items={"model": ((0, 2, 3),)}),
         replace(table, items={}),
     ):
         changed = with_table(simulated, wrong)
@@ -178,7 +226,7 @@ def test_a_table_of_other_tensors_or_items_is_damage(four: tuple[Simulated, list
 def test_a_lost_foreign_or_changed_table_is_damage(four: tuple[Simulated, list[Tensor], LayoutTable]) -> None:
     simulated, _, table = four
     reader, store, key = Reader(simulated.repository), simulated.repository.store, layouts_key(simulated.commit.id)
-    for body in (replace(table, items={"model": False}).to_body(), {**table.to_body(), "kind": "mark"}, None):
+    for body in (replace(table, items={"model": ((0,), (1, 2, 3))}).to_body(), {**table.to_body(), "kind": "mark"}, None):
         store.delete(key)
         if body is not None:
             documents.write(store, key, body)

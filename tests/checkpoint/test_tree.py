@@ -40,10 +40,10 @@ from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
 from syckpt.checkpoint.tree import Tree
 from syckpt.objects import nodes
+from syckpt.objects.entries import renumber
 from syckpt.repo import history
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
-from syckpt.reshard.merge import renumber
 from syckpt.state.flatten import unflatten
 from syckpt.testing.commits import make_commit
 from syckpt.testing.scenes import same

@@ -43,14 +43,18 @@ def test_a_dry_run_names_what_stays_and_why_and_what_would_go(root: Path) -> Non
     assert files(root) == before
     assert (result.exit_code, result.stderr) == (0, "")
     *lines, summary = result.stdout.splitlines()
+    # Nobody said which metric is the better one.
     assert lines == [
-        "keep  00000000-00000002  step 20  best",
+        "keep  00000000-00000001  step 10  best (if the highest)",
+        "keep  00000000-00000002  step 20  best (if the lowest)",
         "keep  00000000-00000003  step 30  fork point of wide",
         "keep  00000000-00000005  step 50  tip, last 1",
-        "drop  00000000-00000001  step 10",
         "drop  00000000-00000004  step 40",
     ]
-    assert summary.startswith("would drop 2 commits of main, keeping 3: would free ")
+    assert summary.startswith("would drop 1 commit of main, keeping 4: would free ")
+    lines = run(root, "retain", "--last", "1", "--dry-run", "--minimize").stdout.splitlines()
+    assert lines[0] == "keep  00000000-00000002  step 20  best"
+    assert lines[3:5] == ["drop  00000000-00000001  step 10", "drop  00000000-00000004  step 40"]
 
 
 @pytest.mark.parametrize(("columns", "call"), [(50, "retain --last 1 --dry-run"), (60, "du"), (50, "best"), (50, "verify")])
@@ -105,6 +109,26 @@ def test_gc_removes_what_a_late_rank_left_behind(root: Path) -> None:
     assert stray.exists()
     assert document(root, "gc")["strays"] == [{"key": key, "nbytes": 5}]
     assert not stray.parent.exists()
+
+
+def test_unfinished_files_of_dead_writers_are_counted_by_all_and_removed_by_gc(root: Path) -> None:
+    before = document(root, "du")["total_nbytes"]
+    staging = root / ".syckpt/staging"
+    staging.mkdir(exist_ok=True)
+    for number in (1, 2):
+        half = staging / f"elsewhere-1-1-{number}.part"
+        half.write_bytes(bytes(number * 1000))
+        os.utime(half, (0, 0))
+    usage = document(root, "du")
+    assert (usage["total_nbytes"], usage["reclaimable_nbytes"]) == (before + 3000, 3000)
+    assert run(root, "du").stdout.endswith("\n`syckpt gc` would free 3.0 kB\n")
+    assert document(root, "status")["nbytes"] == before + 3000
+    gone = "2 unfinished files of processes that are gone  3.0 kB\n"
+    assert run(root, "gc", "--dry-run").stdout == f"{gone}would free 3.0 kB\n"
+    assert [file["nbytes"] for file in document(root, "gc", "--dry-run")["staged"]] == [1000, 2000]
+    assert run(root, "gc").stdout == f"{gone}freed 3.0 kB\n"
+    assert list(staging.iterdir()) == []
+    assert document(root, "du")["total_nbytes"] == document(root, "status")["nbytes"] == before
 
 
 def test_repack_leaves_no_dead_byte(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.slow
 mounts = pytest.mark.skipif(MOUNTS is not None, reason=str(MOUNTS))
 
 OLD, NEW, NEXT = 1, 2, 9
+GROWN = 10
+"""The steps of a run whose first blob holds, beside what the last commit needs, much that no commit needs any more."""
+PAGE_NBYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,95 @@ def test_a_disk_that_is_read_only(victims: Victims, tmp_path: Path) -> None:
         assert victims.run("syckpt", "verify", root) == {"errors": [], "damaged": []}
         remount(disk, "rw")
         assert_goes_on(victims, root, [OLD])
+
+
+# -- while old commits go ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown(victims: Victims, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("grown") / "run"
+    assert all(map(is_id, victims.run("syckpt", "grow", root, steps=GROWN)))
+    return root
+
+
+def assert_cleaning_goes_on(victims: Victims, root: Path) -> None:
+    """After a cleaning that failed, all that is not dropped is there bit for bit, the next run saves, and the next cleaning ends."""
+    found = victims.run("syckpt", "after", root, step=GROWN + 1)
+    assert found["commits"][0]["step"] == GROWN
+    assert all(commit["exact"] for commit in found["commits"])
+    assert is_id(found["saved"])
+    assert found["tip"] == {"step": GROWN + 1, "exact": True}
+    assert (found["before"], found["errors"]) == ([], [])
+    assert victims.run("syckpt", "clean", root, later_s=2 * 86400) == []
+    assert_goes_on(victims, root, [GROWN + 1])
+
+
+@pytest.mark.parametrize(("file_nbytes", "marks", "blobs"), [(300, 0, GROWN), (50_000, GROWN - 1, 3)])
+def test_a_cleaning_whose_mark_or_moved_blob_is_too_large_for_a_limit(
+    victims: Victims, grown: Path, tmp_path: Path, file_nbytes: int, marks: int, blobs: int
+) -> None:
+    root = shutil.copytree(grown, tmp_path / "run")
+    outcome = victims.run("syckpt", "clean", root, file_nbytes=file_nbytes)
+    assert outcome.startswith("StoreError: cannot write")
+    assert "File too large" in outcome
+    # Behind the marks what nobody needs is gone; the blob whose needed rows were to move is still there.
+    assert len(list(root.glob(".syckpt/objects/*.dropped"))) == marks
+    assert len(list(root.glob(".syckpt/objects/*/*.safetensors"))) == blobs
+    assert_cleaning_goes_on(victims, root)
+
+
+@mounts
+def test_a_cleaning_on_a_full_disk(victims: Victims, grown: Path, tmp_path: Path) -> None:
+    outcomes = []
+    for pages in (0, 1, GROWN - 2, GROWN - 1):
+        with tmpfs(tmp_path / "disk", "size=16m") as disk:
+            root = shutil.copytree(grown, disk / "run")
+            left = os.statvfs(disk)
+            (disk / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize - pages * PAGE_NBYTES))
+            outcomes.append(victims.run("syckpt", "clean", root))
+            assert victims.run("syckpt", "load", root) == {"step": GROWN, "exact": True}
+            (disk / "filler").unlink()
+            assert_cleaning_goes_on(victims, root)
+    # With room for the marks there is some for what moves, too: first goes what only goes.
+    *told, last = outcomes
+    assert last == []
+    assert all(outcome.startswith("StoreError: ") and "No space left on device" in outcome for outcome in told)
+
+
+@mounts
+def test_a_cleaning_on_a_disk_without_inodes(victims: Victims, grown: Path, tmp_path: Path) -> None:
+    outcomes = []
+    for inodes in (0, 1, GROWN - 1, GROWN):
+        with tmpfs(tmp_path / "disk", "size=16m,nr_inodes=300") as disk:
+            root = shutil.copytree(grown, disk / "run")
+            filler = disk / "filler"
+            filler.mkdir()
+            for number in range(os.statvfs(disk).f_ffree - inodes):
+                (filler / str(number)).touch()
+            outcomes.append(victims.run("syckpt", "clean", root))
+            assert victims.run("syckpt", "load", root) == {"step": GROWN, "exact": True}
+            shutil.rmtree(filler)
+            assert_cleaning_goes_on(victims, root)
+    *told, last = outcomes
+    assert last == []
+    assert all(outcome.startswith("StoreError: ") and "No space left on device" in outcome for outcome in told)
+
+
+@mounts
+def test_a_cleaning_on_a_disk_that_is_read_only(victims: Victims, grown: Path, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=16m") as disk:
+        root = shutil.copytree(grown, disk / "run")
+        remount(disk, "ro")
+        outcome = victims.run("syckpt", "clean", root)
+        assert outcome.startswith("StoreError: ")
+        assert "mounted read-only" in outcome
+        assert victims.run("syckpt", "load", root) == {"step": GROWN, "exact": True}
+        remount(disk, "rw")
+        assert_cleaning_goes_on(victims, root)
+
+
+# -- a loss of power -----------------------------------------------------------------------------------------------------------
 
 
 @mounts

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import syckpt
 from syckpt import CheckpointManager
 from syckpt.errors import SyckptError
-from syckpt.repo import history
+from syckpt.repo import branches, history
 from syckpt.repo.collection import collect
 from syckpt.repo.repacking import repack
 from syckpt.repo.repository import Repository
@@ -34,17 +33,24 @@ from syckpt.stores.base import parse_root
 from syckpt.testing.scenes import leftovers, register, same, state_at, stranger
 
 SECONDS = 120
-
+SIDE = 50
+"""The step of the first commit beside `main`."""
 
 BIG = 3_000_000  # elements: so that a blob takes more than one write
+
+
+def random_tensors(step: int, *, big: bool = False) -> dict[str, torch.Tensor]:
+    """Return what does not compress, so that no write is empty: a tensor that is new at each step, and one that stays as it is."""
+    return {
+        "noise": torch.randn(BIG if big else 60_000, generator=torch.Generator().manual_seed(step)),
+        "still": torch.randn(20_000, generator=torch.Generator().manual_seed(0)),
+    }
 
 
 def plain_state(step: int, *, big: bool = False) -> dict[str, Any]:
     """Return a state that every system can hold."""
     net = {name: value for name, value in state_at(step)["net"].items() if name != "tied"}
-    # The others write all of it at each save; some of it is random, so that no write is empty.
-    noise = torch.randn(BIG if big else 60_000, generator=torch.Generator().manual_seed(step))
-    return {"net": {**net, "noise": noise}, "count": step}
+    return {"net": {**net, **random_tensors(step, big=big)}, "count": step}
 
 
 def which(found: Any) -> dict[str, Any]:
@@ -59,16 +65,15 @@ def which(found: Any) -> dict[str, Any]:
 # -- syckpt ----------------------------------------------------------------------------------------------------------------
 
 
-def _manager(directory: str, *, big: bool = False, max_to_keep: int | None = None) -> CheckpointManager:
-    ckpt = CheckpointManager(directory, rng=False, save_on_exit=False, max_to_keep=max_to_keep)
-    values = stranger()
-    register(ckpt, {"net": {**values["net"], "noise": torch.zeros(BIG if big else 60_000)}, "count": -1})
+def _manager(directory: str, *, big: bool = False, **settings: Any) -> CheckpointManager:
+    ckpt = CheckpointManager(directory, rng=False, save_on_exit=False, **settings)
+    others = {name: torch.zeros_like(tensor) for name, tensor in random_tensors(0, big=big).items()}
+    register(ckpt, {"net": {**stranger()["net"], **others}, "count": -1})
     return ckpt
 
 
 def _save(ckpt: CheckpointManager, step: int, *, big: bool = False) -> str | None:
-    state = state_at(step)["net"]
-    register(ckpt, {"net": {**state, "noise": plain_state(step, big=big)["net"]["noise"]}, "count": step})
+    register(ckpt, {"net": {**state_at(step)["net"], **random_tensors(step, big=big)}, "count": step})
     try:
         return str(ckpt.save(wait=True))
     except SyckptError as exc:
@@ -146,12 +151,37 @@ def syckpt_save_and_keep_one(directory: str, step: int) -> Any:
         return _save(ckpt, step)
 
 
-def syckpt_clean(directory: str, *, later_s: float = 0.0) -> Any:
+def syckpt_clean(directory: str, *, later_s: float = 0.0, file_nbytes: int | None = None) -> Any:
     """Keep only the newest commit, and give back all other bytes."""
+    syckpt_retain(directory, file_nbytes=file_nbytes)
+    syckpt_repack(directory)
+    return syckpt_gc(directory, later_s=later_s)
+
+
+def syckpt_retain(directory: str, *, file_nbytes: int | None = None) -> Any:
+    _limit(file_nbytes)
+    return [commit.id for commit in retain(Repository.open(parse_root(directory)), "main", Retention(last=1)).dropped]
+
+
+def syckpt_repack(directory: str, *, file_nbytes: int | None = None) -> Any:
+    _limit(file_nbytes)
+    return repack(Repository.open(parse_root(directory)), dead_share=0.0).moved_nbytes
+
+
+def syckpt_gc(directory: str, *, later_s: float = 0.0, file_nbytes: int | None = None) -> Any:
+    _limit(file_nbytes)
+    return [commit.id for commit in collect(Repository.open(parse_root(directory)), now_s=time.time() + later_s).unreachable]
+
+
+def syckpt_desert(directory: str) -> Any:
+    """Leave two commits that nothing but the reflog leads to, of a branch that is gone."""
     repository = Repository.open(parse_root(directory))
-    retain(repository, "main", Retention(last=1))
-    repack(repository, dead_share=0.0)
-    return list(map(str, collect(repository, now_s=time.time() + later_s).unreachable))
+    (tip, *_) = history.log(repository, "main")
+    branches.create(repository, "side", tip, run="test")
+    with _manager(directory, branch="side") as ckpt:
+        saved = [_save(ckpt, step) for step in (SIDE, SIDE + 1)]
+    branches.delete(repository, "side", run="test")
+    return saved
 
 
 def syckpt_verify(directory: str) -> Any:
@@ -194,6 +224,10 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "syckpt after": syckpt_after,
     "syckpt grow": syckpt_grow,
     "syckpt clean": syckpt_clean,
+    "syckpt retain": syckpt_retain,
+    "syckpt repack": syckpt_repack,
+    "syckpt gc": syckpt_gc,
+    "syckpt desert": syckpt_desert,
     "syckpt save and keep one": syckpt_save_and_keep_one,
     "syckpt verify": syckpt_verify,
     "torch.save save once": torch_save,
@@ -205,11 +239,16 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _limit(file_nbytes: int | None) -> None:
+    """Let no file of this process grow beyond that; Python ignores the signal that says so, and the system call fails."""
+    if file_nbytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_nbytes, file_nbytes))
+
+
 def _child(order: dict[str, Any], gate: int, answer: int) -> None:
     os.read(gate, 1)
-    if order["system"] != "syckpt" and (limit := order.pop("file_nbytes", None)) is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if order["system"] != "syckpt":
+        _limit(order.pop("file_nbytes", None))
     action = ACTIONS[f"{order.pop('system')} {order.pop('action')}"]
     try:
         result = {"value": action(**order)}

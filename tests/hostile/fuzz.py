@@ -34,7 +34,7 @@ with instrumented:
     from syckpt.objects import address, canonical, nodes
     from syckpt.objects.box import Box
     from syckpt.objects.commit import Commit
-    from syckpt.objects.layouts import LayoutTable, TensorLayout
+    from syckpt.objects.layouts import LayoutTable, Parts, TensorLayout
     from syckpt.objects.locations import Locations
     from syckpt.objects.manifest import Manifest
     from syckpt.objects.refs import Intent, Lease, Owner, RefRecord
@@ -206,8 +206,14 @@ def seeds() -> Iterator[tuple[Callable[[bytes], None], bytes]]:
             yield unseal_sealed, body
             for decoder in (manifest, locations, commit, records, node):
                 yield decoder, body
-    rows = (TensorLayout(("m", "w"), "int8", (8, 3), 1, 1), TensorLayout(("m", "v"), "int8", (3,), None, 5))
-    table = LayoutTable(8, {"m": True}, (((2, 4), (7, 5, 3, 1, 0, 2, 4, 6)),), ((0, ((0, 4), (0,))), (0, (None, (1,)))), rows)
+    rows = (
+        TensorLayout(("m", "w"), "int8", (8, 3), 1, 1),
+        TensorLayout(("m", "v"), "int8", (3,), None, 5),
+        TensorLayout(("m", "u"), "int8", (3,), 2, 0),
+    )
+    parts = Parts(((6, Box((0,), (2,))), (2, Box((2,), (1,)))))
+    meshes = (((2, 4), (7, 5, 3, 1, 0, 2, 4, 6)),)
+    table = LayoutTable(8, {"m": ((0, 2, 4), (1, 7))}, meshes, ((0, ((0, 4), (0,))), (0, (None, (1,))), parts), rows)
     yield layouts, canonical.dumps(table.to_body())
     records_of = [("a", "float32", (3, 4), 48), ("b", "bfloat16", (2**20,), 2**21), ("c", "bits8", (0,), 0)]
     made, begin = [], 0

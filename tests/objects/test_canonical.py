@@ -60,6 +60,13 @@ def test_a_value_that_is_too_deep_is_refused():
         canonical.dumps(value)
 
 
+def test_a_value_that_contains_itself_is_refused():
+    value: dict[str, Any] = {}
+    value["a"] = [value]
+    with pytest.raises(StateError, match="not a canonical JSON value"):
+        canonical.dumps(value)
+
+
 @given(json_values)
 def test_every_value_comes_back_with_its_types_and_bits(value):
     text = canonical.dumps(value)
@@ -143,6 +150,9 @@ def test_every_flipped_bit_and_every_cut_of_a_sealed_document_is_found():
         b'{"kind":"test","version":1,"x":NaN}',
         b'{"kind":"test","version":1,"x":9007199254740992}',
         b'{"kind":"test","version":1,"x":' + b"[" * 600 + b"]" * 600 + b"}",
+        b'{"kind":"test","version":1} ',
+        b' {"kind":"test","version":1}',
+        b'{"kind":"test","version":1}{}',
         b"[1]",
         b"",
         b'{"kind":"other","version":1}',

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from syckpt.errors import FormatError, IntegrityError
 from syckpt.objects import canonical
-from syckpt.objects.layouts import LayoutTable, TensorLayout
+from syckpt.objects.box import Box
+from syckpt.objects.layouts import LayoutTable, Parts, TensorLayout, groups_of
 
 TABLE = LayoutTable(
     world_size=8,
-    items={"loader": False, "model": True},
+    items={"loader": ((0, 1), (7,)), "model": ((0, 2, 4, 6, 7), (1, 3, 5))},
     meshes=(((2, 2), (0, 2, 4, 6)), ((3,), (7, 1, 5))),
-    layouts=((0, (None, (0,))), (1, ((1, 4),))),
+    layouts=((0, (None, (0,))), (1, ((1, 4),)), Parts(((3, Box((0, 0), (2, 3))), (0, Box((2, 0), (1, 3)))))),
     tensors=(
         TensorLayout(("model", "scale"), "float32", (3,), None, 5),
         TensorLayout(("model", "w"), "bfloat16", (8, 4), 0, 1),
         TensorLayout(("model", 7, {"key": "null"}), "int64", (8, 12), 1, 0),
         TensorLayout(("model", "empty"), "int64", (0, 4), 0, 3),
+        TensorLayout(("loader", "queue"), "int64", (3, 3), 2, 0),
     ),
 )
 
@@ -32,15 +34,15 @@ def test_a_table_has_this_text() -> None:
         "kind": "layouts",
         "version": 1,
         "world_size": 8,
-        "items": {"loader": False, "model": True},
+        "items": {"loader": [[[0, 2, 1]], [[7, 1, 1]]], "model": [[[0, 4, 2], [7, 1, 1]], [[1, 3, 2]]]},
         "meshes": [[[2, 2], [[0, 4, 2]]], [[3], [[7, 2, -6], [5, 1, 1]]]],
-        "layouts": [[0, [None, [0]]], [1, [[1, 4]]]],
+        "layouts": [[0, [None, [0]]], [1, [[1, 4]]], [None, [[3, [0, 0], [2, 3]], [0, [2, 0], [1, 3]]]]],
         "tensors": {
-            "path": [["model", "scale"], ["model", "w"], ["model", 7, {"key": "null"}], ["model", "empty"]],
-            "dtype": ["float32", "bfloat16", "int64", "int64"],
-            "shape": [[3], [8, 4], [8, 12], [0, 4]],
-            "layout": [None, 0, 1, 0],
-            "copy": [5, 1, 0, 3],
+            "path": [["model", "scale"], ["model", "w"], ["model", 7, {"key": "null"}], ["model", "empty"], ["loader", "queue"]],
+            "dtype": ["float32", "bfloat16", "int64", "int64", "int64"],
+            "shape": [[3], [8, 4], [8, 12], [0, 4], [3, 3]],
+            "layout": [None, 0, 1, 0, 2],
+            "copy": [5, 1, 0, 3, 0],
         },
     }
     assert LayoutTable.from_body(TABLE.to_body(), where="t") == TABLE
@@ -63,7 +65,12 @@ def test_thousands_of_ranks_take_a_few_numbers() -> None:
     [
         (("world_size",), 0),
         (("world_size",), 1 << 50),
+        (("items",), []),
         (("items", "model"), 1),
+        (("items", "model"), [[[0, 9, 1]]]),  # nine of eight ranks
+        (("items", "model"), [[[0, 2, 1]], [[1, 1, 1]]]),  # rank 1 in two groups
+        (("items", "model"), [[[2, 2, -1]]]),  # not ascending
+        (("items", "model"), [[]]),
         (("meshes", 0, 1), [[0, 5, 1]]),  # more ranks than places
         (("meshes", 0, 1), [[0, 4, 3]]),  # beyond the last rank
         (("meshes", 0, 1), [[0, 4, 0]]),
@@ -76,7 +83,12 @@ def test_thousands_of_ranks_take_a_few_numbers() -> None:
         (("layouts", 0), [0, [None]]),
         (("layouts", 0), [0, [None, [64]]]),
         (("layouts", 0), [0, [None, [0, 0]]]),
-        (("tensors", "layout", 1), 2),
+        (("layouts", 2), [None, [[8, [0, 0], [2, 3]]]]),  # no such rank
+        (("layouts", 2), [None, [[0, [0, 0], [2]]]]),
+        (("layouts", 2), [None, [[0, [2, 0], [2, 3]]]]),  # not within its tensor
+        (("layouts", 2), [None, [[0, [0, 0]]]]),
+        (("tensors", "copy", 4), 1),
+        (("tensors", "layout", 1), 3),
         (("tensors", "copy", 1), 2),  # there are two copies
         (("tensors", "copy", 0), 8),
         (("tensors", "copy", 0), True),
@@ -97,3 +109,9 @@ def test_what_cannot_be_is_refused(where: tuple[Any, ...], value: Any) -> None:
     at[where[-1]] = value
     with pytest.raises((IntegrityError, FormatError)):
         LayoutTable.from_body(body, where="objects/x/layouts")
+
+
+def test_groups_are_the_ranks_that_say_the_same_of_an_item() -> None:
+    told = [{"model": "a", "loader": "x"}, {"model": "b"}, {"model": "a", "loader": "y"}, {"model": "b", "loader": "x"}]
+    assert groups_of(told) == {"loader": ((0, 3), (2,)), "model": ((0, 2), (1, 3))}
+    assert list(groups_of(told)) == ["loader", "model"]

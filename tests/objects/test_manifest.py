@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syckpt.errors import FormatError, IntegrityError, SyckptError
-from syckpt.objects import canonical
+from syckpt.objects import canonical, nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import DTYPES
 from syckpt.objects.manifest import Entry, Manifest
@@ -217,25 +217,49 @@ def test_entries_of_one_path_are_boxes_of_one_tensor():
 
 
 @pytest.mark.parametrize(
-    "node", [{"tensor": 1}, {"tensor": -1}, {"tensor": True}, {"list": [{"ndarray": [5, "<f4", "C"]}]}, {"tensor": "0"}]
+    "node", [{"tensor": 1}, {"list": [{"ndarray": [5, "<f4", "C"]}]}, {"encoded": ["raw", 1]}, {"generator": ["torch", {"tensor": 1}]}]
 )
 def test_nodes_name_entries_of_their_manifest(node):
     entry = Entry(("a",), "uint8", (4,), None, b"x" * 32)
-    with pytest.raises(IntegrityError, match=r"a node names entry .* of 1"):
+    with pytest.raises(IntegrityError, match=r"m: malformed node .*: names entry [15] of 1"):
         Manifest.from_body(Manifest(0, 1, (entry,), {"m": node}, None).to_body(), where="m")
 
 
 def test_a_manifest_has_no_values_of_several_ranks():
-    with pytest.raises(IntegrityError, match="a node has values of several ranks"):
+    with pytest.raises(IntegrityError, match="values of several ranks"):
         Manifest.from_body(Manifest(0, 2, (), {"m": {"list": [{"perrank": [[0, 1], [1, 2]]}]}}, None).to_body(), where="m")
 
 
 def test_nodes_nested_too_deep_are_refused_before_anything_recurses_into_them():
     node = None
-    for _ in range(202):
+    for _ in range(210):
         node = {"list": [node]}
     with pytest.raises(IntegrityError, match="nested deeper than 200"):
         Manifest.from_body(Manifest(0, 1, (), {"m": node}, None).to_body(), where="m")
+
+
+def test_nodes_are_looked_at_once_where_the_next_manifest_says_the_same(monkeypatch):
+    entry = Entry(("a",), "uint8", (4,), None, b"x" * 32)
+    node = {"dict": [["a", {"tensor": 0}], ["n", 1]]}
+
+    def read(rank: int, items: dict[str, Any], rng: Any = None, entries: tuple[Entry, ...] = (entry,)) -> None:
+        Manifest.from_body(canonical.loads(canonical.dumps(Manifest(rank, 9, entries, items, rng).to_body())), where="m")
+
+    looked_at: list[Any] = []
+    check = nodes.check
+    monkeypatch.setattr(nodes, "check", lambda node, *, entries: (looked_at.append(node), check(node, entries=entries)))
+    read(0, {"m": node})
+    read(1, {"m": node}, rng=5)
+    assert looked_at == [None, node, 5]
+    # To Python 1 and True are equal, and an entry may be there no more.
+    read(2, {"m": {"dict": [["a", {"tensor": 0}], ["n", True]]}})
+    assert len(looked_at) == 5
+    with pytest.raises(IntegrityError, match="malformed node tensor"):
+        read(3, {"m": {"dict": [["a", {"tensor": False}], ["n", True]]}})
+    with pytest.raises(IntegrityError, match="names entry 0 of 0"):
+        read(4, {"m": node}, entries=())
+    with pytest.raises(IntegrityError, match="malformed node list: 3"):
+        read(5, {"m": node}, rng={"list": 3})
 
 
 def test_what_resharders_declared_stands_in_the_body_only_where_there_is_some():
@@ -265,10 +289,9 @@ def part(name: str, box: Box | None, address: bytes = b"", shape: tuple[int, ...
 
 def test_ranks_that_store_other_parts_of_one_state_have_one_structure() -> None:
     upper, lower, middle = Box((0, 0), (1, 2)), Box((3, 0), (1, 2)), Box((1, 0), (2, 2))
-    first = of_rank(
-        0, part("a", upper, b"1" * 32), part("b", None), Entry(("<rng>",), "uint8", (8,), None, b"3" * 32), local=frozenset({2})
-    )
-    second = of_rank(1, part("a", middle, b"4" * 32), part("b", None, b"5" * 32), part("a", lower, b"6" * 32))
+    stream = Entry(("<rng>",), "uint8", (8,), None, b"3" * 32)
+    first = of_rank(0, part("a", upper, b"1" * 32), part("b", None), stream, local=frozenset({2}))
+    second = of_rank(1, part("a", middle, b"4" * 32), part("b", None, b"5" * 32), part("a", lower, b"6" * 32), sharding={"n": []})
     assert first.structures() == second.structures()
     assert set(first.structures()) == {"m", "n"}
 
@@ -281,12 +304,16 @@ def test_another_value_key_tensor_or_file_is_another_structure_of_that_item() ->
     assert (moved["m"] == mine["m"], moved["n"] == mine["n"]) == (True, False)
     for second in (part("c", None), part("b", None, shape=(4, 3)), Entry(("m", "b"), "int32", (4, 2), None, b"")):
         assert of_rank(1, part("a", None), second).structures()["m"] != mine["m"]
+        assert of_rank(1, part("a", None), second).structures()["n"] == mine["n"]
+    kept = of_rank(1, part("a", None), part("b", None), local=frozenset({1})).structures()
+    assert (kept["m"] == mine["m"], kept["n"] == mine["n"]) == (False, True)
 
 
-def test_an_item_with_something_of_this_rank_alone_has_no_structure_that_others_share() -> None:
-    entries = (part("a", None, b"1" * 32), part("b", None))
-    items = {"m": {"list": [{"tensor": 0}, {"tensor": 1}]}, "n": 3, "tie": {"ndarray": [0, "<f4", "C"]}, "of": {"encoded": ["raw", 1]}}
-    found = of_rank(0, *entries, items=items, local=frozenset({0})).structures()
-    assert {name: told is None for name, told in found.items()} == {"m": True, "n": False, "tie": True, "of": False}
-    declared = of_rank(0, *entries, items=items, sharding={"n": []}).structures()
-    assert {name: told is None for name, told in declared.items()} == {"m": False, "n": True, "tie": False, "of": False}
+def test_what_one_item_has_more_does_not_change_another_item_behind_it() -> None:
+    entries = (part("a", None), part("b", None))
+    own = Entry(("early", "t"), "int8", (1,), None, b"")
+    mine = of_rank(0, *entries).structures()["m"]
+    items = {"early": {"tensor": 0}, "m": {"list": [{"tensor": 1}, {"tensor": 2}]}, "tie": {"ndarray": [2, "<f4", "C"]}}
+    assert of_rank(1, own, *entries, items=items).structures()["m"] == mine
+    items["m"] = {"list": [{"tensor": 2}, {"tensor": 1}]}
+    assert of_rank(1, own, *entries, items=items).structures()["m"] != mine

@@ -9,6 +9,8 @@ import pathlib
 import struct
 import types
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -456,6 +458,67 @@ def test_malformed_nodes_are_integrity_errors(node: Any) -> None:
         nodes.decode(node)
 
 
+TENSOR = {"tensor": 0}
+
+
+@pytest.mark.parametrize("leaf", [TENSOR, {"ndarray": [0, "<f4", "C"]}, {"encoded": ["raw", 0]}, {"generator": ["torch", {"dict": []}]}])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda leaf: {"dict": [[leaf, 1]]},
+        lambda leaf: {"counter": [["a", 1], [{"tuple": [leaf]}, 1]]},
+        lambda leaf: {"set": [leaf]},
+        lambda leaf: {"frozenset": [{"tuple": [1, leaf]}]},
+        lambda leaf: {"slice": [leaf, None, None]},
+        lambda leaf: {"enum": ["Color", "RED", {"list": [leaf]}]},
+        lambda leaf: {"list": [{"dict": [["a", {"enum": ["Color", None, leaf]}]]}]},
+    ],
+)
+def test_what_has_to_be_complete_holds_no_tensor(leaf: Any, around: Callable[[Any], Any]) -> None:
+    with pytest.raises(IntegrityError, match=r"in a key, a member of a set, a part of a slice or an enum"):
+        nodes.decode(around(leaf))
+    with pytest.raises(IntegrityError, match=r"in a key, a member of a set, a part of a slice or an enum"):
+        nodes.check(around(leaf), entries=1)
+
+
+def test_check_passes_whatever_encode_makes() -> None:
+    value = {"a": [1, (2.5, {3}), frozenset({(1, "x")})], Color.RED: Point(slice(1, None), deque([b"x"], 2)), 4: range(3), None: 2**70}
+    node = nodes.encode([value, nested(150, lambda inner: [inner])])
+    assert nodes.check(node, entries=0) is None
+    generator = {"generator": ["torch", {"dict": [["device", "cpu"], ["state", {"tensor": 1}]]}]}
+    assert nodes.check({"list": [TENSOR, generator, {"ndarray": [2, "<f4", "C"]}, {"encoded": ["raw", 2]}]}, entries=3) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        ({"tensor": 3}, "malformed node tensor: names entry 3 of 3"),
+        ({"list": [{"ndarray": [3, "<f4", "C"]}]}, "malformed node ndarray: names entry 3 of 3"),
+        ({"dict": [["a", {"encoded": ["raw", 9]}]]}, "malformed node encoded: names entry 9 of 3"),
+        ({"generator": ["torch", {"dict": [["state", {"tensor": 3}]]}]}, "malformed node tensor: names entry 3 of 3"),
+        ({"generator": ["torch", {"dict": 5}]}, "malformed node dict: 5"),
+        ({"tuple": [{"perrank": [[0, 1]]}]}, "malformed node perrank: values of several ranks, where those of one are stored"),
+        ({"dict": [["a"]]}, "malformed node dict: ['a']"),
+        ({"dict": [1, 2]}, "malformed node dict: 1"),
+        ({"namedtuple": ["A"]}, "malformed node namedtuple: ['A']"),
+        ({"deque": []}, "malformed node deque: []"),
+        ({}, "malformed node value: {}"),
+        ([1], "malformed node value: [1]"),
+        ({"list": [], "tuple": []}, "malformed node value: {'list': [], 'tuple': []}"),
+        ({"reduce": ["os.system"]}, "unknown node 'reduce'"),
+        (nested(210, lambda node: {"list": [node]}), "malformed node list: nested deeper than 200"),
+        (nested(210, lambda node: {"tuple": [1, node]}), "malformed node tuple: nested deeper than 200"),
+        (nested(210, lambda node: {"dict": [[{"frozenset": []}, node]]}), "malformed node frozenset: nested deeper than 200"),
+        (nested(210, lambda node: {"generator": ["torch", node]}), "malformed node generator: nested deeper than 200"),
+        (nested(5000, lambda node: {"list": [node]}), "malformed node list: nested deeper than 200"),
+    ],
+)
+def test_check_says_what_is_wrong_with_a_form(node: Any, why: str) -> None:
+    with pytest.raises(IntegrityError) as caught:
+        nodes.check(node, entries=3)
+    assert str(caught.value) == why
+
+
 KINDS = sorted(nodes.FOREIGN_KINDS | nodes.MAPPING_KINDS)
 KINDS += ["str", "int", "float", "complex", "bytes", "bytearray", "list", "tuple", "set", "frozenset", "deque", "namedtuple", "dataclass"]
 KINDS += ["enum", "range", "slice", "path", "nothing"]
@@ -481,8 +544,13 @@ def test_decoding_anything_raises_nothing_but_integrity_errors(node: Any) -> Non
     try:
         nodes.decode(node)
     except IntegrityError:
+        with pytest.raises(IntegrityError):
+            nodes.check(node, entries=2)
         return
+    with suppress(IntegrityError):  # of other entries, or of several ranks
+        nodes.check(node, entries=2)
     assert all(isinstance(path, tuple) for path, _ in nodes.walk(node))
+    assert all(isinstance(path, tuple) for path, _ in nodes.plainer(node))
 
 
 def test_walk_yields_leaves_in_order_and_empty_containers() -> None:

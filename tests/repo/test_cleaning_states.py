@@ -473,6 +473,28 @@ def _no_tags(operation: str, key: str) -> None:
         raise StoreError("killed here")
 
 
+def test_a_dropped_keyframe_that_a_save_names_is_left_alone_until_that_save_has_ended() -> None:
+    """Found by the long run below: what it has that nothing needs goes only then."""
+    state, same = Cleaning(), dict.fromkeys(NAMES, "same")
+    left: list[bool] = []
+
+    def look(share: float) -> None:
+        Cleaning._repack(state, share)
+        left.append(any(state.store.list(f"objects/{commit}/") for commit in state.left_alone))
+
+    state._repack = look  # type: ignore[method-assign]
+    try:
+        state.begin(cycle=2, changes=[{**same, "b": "gone"}, same], keep=Retention(last=1), maximize=False)
+        state.save_behind_an_older_commit_while_others_clean(change={**same, "a": "near"}, index=20, later=True, older=22)
+        state.train(changes=[{**same, "c": "near"}, {**same, "a": "near"}], index=0, kept=True, metric=None)
+        state.save_behind_an_older_commit_while_others_clean(change=same, index=0, later=False, older=0)
+        state.repack(0.0)
+        state.what_is_there_loads_byte_for_byte()
+    finally:
+        state.teardown()
+    assert left == [False, True, False]
+
+
 def test_cleaning_in_any_order() -> None:
     run_state_machine_as_test(Cleaning, settings=settings(max_examples=30, stateful_step_count=12, deadline=None))
 

@@ -16,7 +16,7 @@ from syckpt.repo.retention import Retention, retain
 from syckpt.repo.transaction import recover
 from syckpt.repo.verify import verify
 
-TABLE = LayoutTable(1, {"model": True}, (), (), ())
+TABLE = LayoutTable(1, {"model": ((0,),)}, (), (), ())
 
 
 def begin(desk: Any) -> tuple[Commit, Any]:

@@ -115,6 +115,72 @@ def test_a_receipt_with_odd_sizes_is_refused(begun: Any) -> None:
         receipts(desk, commit).collect([1])
 
 
+def test_of_thousands_of_ranks_that_failed_every_rank_is_told_of_a_few(begun: Any) -> None:
+    desk, commit, _ = begun
+    for rank in range(1, 1001):
+        receipts(desk, commit).fail(rank, StoreError("the disk is full"))
+    with pytest.raises(StoreError, match=r"failed on rank\(s\) 1, 2, .*, 16 and 984 more: rank 1: the disk is full; ") as failed:
+        receipts(desk, commit).collect(range(1, 1001))
+    assert str(failed.value).count("the disk is full") == 16
+
+
+def test_of_thousands_of_ranks_that_are_missing_a_few_are_named(begun: Any) -> None:
+    desk, commit, _ = begun
+    receipts(desk, commit).hand_in(Receipt(2, SEAL, {}))
+    with pytest.raises(RankTimeout, match=r"rank\(s\) 1, 3, 4, .*, 17 and 983 more did not complete their part"):
+        receipts(desk, commit).collect(range(1, 1001))
+
+
+def test_a_look_for_missing_parts_is_one_listing_however_many_are_missing(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, commit, _ = begun
+    asked: list[str] = []
+    listing, size = desk.store.list, desk.store.size
+    monkeypatch.setattr(desk.store, "list", lambda prefix, **options: asked.append(prefix) or listing(prefix, **options))
+    monkeypatch.setattr(desk.store, "size", lambda key: asked.append(key) or size(key))
+    with pytest.raises(RankTimeout):
+        receipts(desk, commit).collect(range(1, 8192))
+    assert asked == [f"receipts/main/{commit}/", f"receipts/main/{commit}/verdict.json", f"intents/{commit}.json"]
+
+
+class Clock:
+    """Time that passes in pauses only."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses = 0.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append(seconds)
+
+
+@pytest.mark.parametrize(("world_size", "longest_s", "looks"), [(2, 0.05, 1208), (512, 0.0512, 1180), (8192, 0.8192, 88)])
+def test_the_more_ranks_look_the_longer_each_pauses(
+    begun: Any, monkeypatch: pytest.MonkeyPatch, world_size: int, longest_s: float, looks: int
+) -> None:
+    """So that the store has ten thousand looks a second to answer, at most."""
+    desk, commit, _ = begun
+    clock = Clock()
+    monkeypatch.setattr("syckpt.repo.receipts.time", clock)
+    with pytest.raises(RankTimeout, match="did not complete their part within 60 s"):
+        Desk(desk.repository, "main", commit, timeout_s=60.0, world_size=world_size).collect([1])
+    assert max(clock.pauses) == pytest.approx(longest_s)
+    assert len(clock.pauses) == looks
+
+
+def test_parts_that_name_a_blob_which_is_not_there_in_its_size_are_lacking(begun: Any) -> None:
+    desk, commit, _ = begun
+    desk.store.create("objects/whole", bytes(3))
+    desk.store.create("objects/short", bytes(2))
+    good, cut, lost = (
+        Receipt(rank, SEAL, {}, {"objects/whole": 3, **more})
+        for rank, more in enumerate([{}, {"objects/short": 3}, {"objects/lost": 1}], start=1)
+    )
+    assert receipts(desk, commit).lacking([good, cut, lost]) == [cut, lost]
+
+
 @pytest.mark.parametrize(
     ("ranks", "most_s", "most_nbytes"), [(1024, 5.0, 8 << 20), pytest.param(8192, 40.0, 64 << 20, marks=pytest.mark.slow)]
 )

@@ -134,6 +134,10 @@ def test_all_records_lost_is_found_by_the_copy():
         store.delete(key)
     with pytest.raises(IntegrityError, match=r"000000000001.json was lost"):
         refs.head("heads/main")
+    assert refs.names("heads") == ["main"]
+    problems = []
+    assert refs.heads("heads", problems=problems) == {}
+    assert [str(problem).partition(":")[0] for problem in problems] == ["refs/heads/main"]
 
 
 def test_a_copy_that_lags_or_is_gone_is_fine_and_one_of_nonsense_is_not():

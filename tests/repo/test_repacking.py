@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ from syckpt.repo import repacking, survey
 from syckpt.repo.keys import mark_key
 from syckpt.repo.repacking import plan_sweeps, repack, sweep
 from syckpt.repo.verify import verify
+from syckpt.stores.memory import MemoryStore
+
+MOVED_BLOB = re.compile(r"\.\d{4}-[0-9a-f]{8}\.safetensors$")
 
 
 def arrays(seed: int) -> dict[str, np.ndarray]:
@@ -182,6 +187,42 @@ def test_a_damaged_header_leaves_the_commit_and_says_why(scene) -> None:
     assert [commit for commit, _ in report.skipped] == [scene.commits[0].id]
     assert "its header" in report.skipped[0][1]
     assert scene.load(scene.commits[2]) == held(2)
+
+
+class Lossy(MemoryStore):
+    """Its disk says that it has written everything; of blobs that repack makes it drops write `drops`, counted from 0."""
+
+    drops: int | None = None
+
+    def sink(self, key: str) -> Any:
+        found, writes = super().sink(key), itertools.count()
+        write = found.write
+
+        def lossy(buffers: Any) -> None:
+            lost = MOVED_BLOB.search(key) is not None and next(writes) == self.drops
+            write([bytes(len(data)) for data in buffers] if lost else buffers)
+
+        found.write = lossy  # type: ignore[method-assign]
+        return found
+
+
+def test_rows_that_the_disk_did_not_write_are_noticed_before_the_old_ones_go(make_desk) -> None:
+    store = Lossy()
+    desk = make_desk(store, cycle=1)
+    desk.open()
+    desk.commits = [desk.save(arrays(n)) for n in range(3)]
+    dropped(desk, desk.commits[0].id)
+    old = {"r00000.locations.0001", "r00000.safetensors"}
+    for store.drops in (1, 2):  # the first write is the header
+        report = repack(desk.repository)
+        assert [commit for commit, _ in report.skipped] == [desk.commits[0].id]
+        assert "reads back otherwise than it was written" in report.skipped[0][1]
+        assert old <= set(files(desk))
+        assert_survivors(desk)
+    store.drops = None
+    assert repack(desk.repository).skipped == ()
+    assert [key.partition("-")[0] for key in sorted(files(desk))] == ["r00000.0002", "r00000.locations.0002"]
+    assert_survivors(desk)
 
 
 def test_an_error_at_any_mutation_leaves_the_survivors_whole_and_a_rerun_completes(scene) -> None:

@@ -65,7 +65,7 @@ def made(
 
 
 def kept(rule: Retention, commits: Sequence[Commit], **options: Any) -> list[int]:
-    options = {"tip": commits[-1].id, "protected": {}, **options}
+    options = {"tip": commits[-1].id, "protected": {}, "maximize": False, **options}
     return [int(commit.id) for commit, _ in plan(rule, commits, **options).kept]
 
 
@@ -106,6 +106,17 @@ def test_best_keeps_the_lowest_metrics_and_the_tip() -> None:
 def test_the_best_stays_whatever_the_rule() -> None:
     commits = [made(1, metric=0.5), *(made(n, metric=float(n)) for n in range(2, 9))]
     assert kept(Retention(last=2), commits) == [1, 7, 8]
+
+
+def test_what_would_be_best_either_way_stays_where_nobody_said_which_is() -> None:
+    commits = [made(n, metric=metric) for n, metric in enumerate([0.1, 0.9, 0.3, 0.4, 0.5, math.nan], start=1)]
+    found = plan(Retention(last=1), commits, tip="6", protected={})
+    assert [(commit.id, reasons) for commit, reasons in found.kept] == [
+        ("1", ("best (if the lowest)",)),
+        ("2", ("best (if the highest)",)),
+        ("6", ("tip", "last 1")),
+    ]
+    assert kept(Retention(best=2), commits, maximize=None) == [1, 2, 3, 5, 6]
 
 
 def test_nan_is_never_best_and_of_equals_it_is_the_newest() -> None:

@@ -18,7 +18,9 @@ from syckpt.errors import ConflictError, IntegrityError, NotFoundError, StateErr
 from syckpt.objects import canonical
 from syckpt.objects.commit import Commit
 from syckpt.repo import documents, history, signing
-from syckpt.repo.keys import locations_key, manifest_key
+from syckpt.repo.keys import locations_key, manifest_key, mark_key
+from syckpt.repo.repacking import repack
+from syckpt.repo.retention import Retention, retain
 from syckpt.repo.signing import Signer, Trusted, findings, keygen, load_trusted, require_signed, sign, signatures_of
 from syckpt.repo.transaction import recover
 from syckpt.repo.verify import verify
@@ -337,14 +339,27 @@ def test_a_swapped_parent_is_found_by_its_signed_child(desk, signed: Commit) -> 
         list(history.walk(desk.repository, signed))
 
 
-def test_a_signature_outlives_new_locations_and_retention(desk, keys: Keys, signed: Commit) -> None:
-    body, _ = documents.read(desk.store, locations_key(signed.id, 0, 1), kind="locations")
-    documents.write(desk.store, locations_key(signed.id, 0, 2), {**body, "revision": 2})
-    desk.repository.mark(signed.id, "dropped", why="retention")
-    for key in desk.store.list(f"objects/{signed.id}/"):
-        desk.store.delete(key)
-    require_signed(desk.repository, desk.repository.read_commit(signed.id), keys.trust("team"))
+def test_signatures_outlive_retention_and_repack(make_desk, keys: Keys) -> None:
+    def state(value: float) -> dict[str, np.ndarray]:
+        return {"frozen": np.arange(500, dtype=np.float32), "moving": np.full(40, value, dtype=np.float32)}
+
+    desk = make_desk(cycle=1)
+    desk.open()
+    commits = [desk.save(state(step)) for step in range(3)]
+    for commit in commits:
+        assert sign(desk.repository, commit, keys.signer("team"))
+    assert [commit.id for commit in retain(desk.repository, "main", Retention(last=1)).dropped] == [commits[0].id, commits[1].id]
+    # Of what was dropped less than an hour ago by a process that lives others leave the bytes alone.
+    desk.store._written[mark_key(commits[0].id, "dropped")] -= 3601
+    repack(desk.repository, dead_share=0.0)
+    # What is left of the first is the frozen tensor in a new place, of the second nothing.
+    left = [[key.rpartition("/")[2] for key in desk.store.list(f"objects/{commit.id}/")] for commit in commits[:2]]
+    assert [[name.partition("-")[0] for name in names] for names in left] == [["r00000.0002", "r00000.locations.0002"], []]
+    for commit in commits:
+        require_signed(desk.repository, desk.repository.read_commit(commit.id), keys.trust("team"))
     assert findings(desk.repository) == []
+    assert verify(desk.repository).errors == []
+    assert desk.load(commits[2])["frozen"] == state(2)["frozen"].tobytes()
 
 
 def test_strange_files_among_the_signatures_are_found(desk, signed: Commit) -> None:

@@ -27,6 +27,18 @@ def test_shared_and_exclusive_bytes_of_commits(make_desk) -> None:
     assert (usage.dropped, usage.retained_nbytes, usage.reclaimable_nbytes) == (0, 0, 0)
 
 
+def test_what_gc_would_free_is_counted(make_desk) -> None:
+    desk = make_desk(compression="none")
+    desk.open()
+    desk.save(state(0))
+    stray = "objects/00000000-00000000000000ff/r00001.safetensors"
+    desk.store.create(stray, b"12345")
+    desk.store._written[stray] = 1.0  # older than a day
+    usage = measure(desk.repository)
+    assert usage.reclaimable_nbytes == 5
+    assert usage.other_nbytes == sum(map(len, desk.store._values.values())) - 11_000
+
+
 def test_a_base_is_shared_by_its_deltas(make_desk) -> None:
     desk = make_desk()
     desk.open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 
 from syckpt.errors import StateError
+from syckpt.files.validation import validate_checkpoint
 from syckpt.objects.refs import Intent, Lease, Owner
-from syckpt.repo import documents
+from syckpt.repo import branches, documents
 from syckpt.repo.keys import locations_key
 from syckpt.repo.packing import Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
+from syckpt.repo.status import status
 from syckpt.repo.verify import VerifyReport, verify
 from syckpt.stores.base import parse_root
 from syckpt.stores.memory import MemoryStore
@@ -160,6 +163,23 @@ def test_swapped_records_are_found(root: Path) -> None:
     swap(root, *keys)
     errors = verify(opened(root)).errors
     assert all(any(error.startswith(key) for error in errors) for key in keys)
+
+
+def test_a_branch_whose_records_are_all_lost_is_found_by_its_copy(root: Path) -> None:
+    at_main = opened(root)
+    branches.create(at_main, "side", at_main.read_commit(commit_id(2)), run="test")
+    for branch in ("side", "wide"):
+        shutil.rmtree(root / f".syckpt/logs/refs/heads/{branch}")
+    report = verify(opened(root), quick=True)
+    # The commit that `wide` had alone is not taken for the rest of a save.
+    assert [text.partition(":")[0] for text in report.findings] == ["refs/heads/side", "refs/heads/wide"]
+    assert all(
+        f"logs/refs/heads/{name}/000000000001.json was lost" in text for name, text in zip(["side", "wide"], report.findings, strict=True)
+    )
+    problems = status(opened(root)).problems
+    assert [str(problem) for problem in problems] == list(report.findings)
+    whole, errors = validate_checkpoint(root)
+    assert (whole, errors) == (False, list(report.findings))
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -6,20 +6,21 @@ import pytest
 
 from syckpt.errors import IntegrityError
 from syckpt.objects.box import Box
-from syckpt.objects.layouts import LayoutTable, TensorLayout
+from syckpt.objects.layouts import LayoutTable, Parts, TensorLayout
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.reshard.keeping import Keeping, split_of
 from syckpt.reshard.layout import Replicate, Shard, StridedShard
 
 TABLE = LayoutTable(
     world_size=8,
-    items={"loader": False, "model": True},
+    items={"loader": ((0, 1), (5,)), "model": (tuple(range(8)),)},
     meshes=(((2, 4), (0, 1, 2, 3, 4, 5, 6, 7)),),
-    layouts=((0, (None, (0,))), (0, ((0, 4), (0,)))),
+    layouts=((0, (None, (0,))), (0, ((0, 4), (0,))), Parts(((6, Box((0, 0), (3, 2))), (2, Box((3, 0), (1, 2))), (7, Box((4, 0), (0, 2)))))),
     tensors=(
         TensorLayout(("model", "scale"), "float32", (3,), None, 5),
         TensorLayout(("model", "w"), "float32", (8, 4), 0, 1),
         TensorLayout(("model", "tp"), "float32", (16,), 1, 0),
+        TensorLayout(("loader", "queue"), "float32", (4, 2), 2, 0),
     ),
 )
 KEEPING = Keeping(TABLE, where="objects/x/layouts")
@@ -31,6 +32,10 @@ def test_the_ranks_follow_from_layout_and_copy() -> None:
     # Tensor parallelism under FSDP2: the inner mesh dimension splits first, into 4, and each part goes to two ranks.
     assert KEEPING.ranks(("model", "tp"), [Box((4,), (4,))]) == {1, 5}
     assert KEEPING.ranks(("model", "tp"), [Box((6,), (4,))]) == {5, 2}
+    # Boxes that a resharder declared, an empty one among them.
+    assert KEEPING.ranks(("loader", "queue"), [Box((2, 0), (2, 1))]) == {6, 2}
+    assert KEEPING.ranks(("loader", "queue"), [Box((0, 0), (3, 2))]) == {6}
+    assert KEEPING.ranks(("loader", "queue"), [Box((4, 0), (0, 2))]) == {7}
     assert KEEPING.ranks(("model", "other"), [Box((0,), (3,))]) == set()
 
 
@@ -43,11 +48,18 @@ def test_placements_come_back_as_they_were() -> None:
     assert [split_of(placement) for placement in (Replicate(), Shard(3), StridedShard(1, 4))] == [None, (3,), (1, 4)]
 
 
-@pytest.mark.parametrize("items", [{"loader": 1}, {"model": 1, "other": 1}])
-def test_a_manifest_with_other_items_is_damage(items: dict[str, int]) -> None:
-    with pytest.raises(IntegrityError, match=r"objects/x/layouts: disagrees with the manifest of rank 3 on item '(model|other)'"):
-        KEEPING.check_items(Manifest(3, 8, (), items, None))
+@pytest.mark.parametrize(
+    ("rank", "items", "wrong"),
+    [(3, {"loader": 1, "model": 1}, "loader"), (1, {"model": 1}, "loader"), (3, {"model": 1, "other": 1}, "other"), (3, {}, "model")],
+)
+def test_a_manifest_with_other_items_is_damage(rank: int, items: dict[str, int], wrong: str) -> None:
+    with pytest.raises(IntegrityError, match=f"objects/x/layouts: disagrees with the manifest of rank {rank} on item '{wrong}'"):
+        KEEPING.check_items(Manifest(rank, 8, (), items, None))
+
+
+def test_a_manifest_with_just_the_items_of_its_rank_is_fine() -> None:
     KEEPING.check_items(Manifest(3, 8, (), {"model": 1}, None))
+    KEEPING.check_items(Manifest(5, 8, (), {"loader": 2, "model": 1}, None))
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", (8, 5)), ("bfloat16", (8, 4))])

@@ -404,8 +404,12 @@ def test_collect_staging_removes_only_files_of_dead_owners(store: LocalStore, tm
     if start != "0":
         names[f"{host}-{pid}-{int(start) + 1}-7.part"] = True  # the pid was given to another process
     for name in names:
-        (staging / name).write_bytes(b"")
-    assert store.collect_staging() == sum(names.values())
+        (staging / name).write_bytes(b"half")
+    abandoned = {f"staging/{name}": 4 for name, removed in names.items() if removed}
+    assert store.staging() == abandoned
+    assert sorted(os.listdir(staging)) == sorted(names)
+    assert store.collect_staging() == abandoned
+    assert store.staging() == {}
     assert sorted(os.listdir(staging)) == sorted(name for name, removed in names.items() if not removed)
 
 
@@ -414,7 +418,17 @@ def test_collect_staging_removes_files_of_other_hosts_after_a_day(store: LocalSt
     old = tmp_path / ".syckpt/staging/elsewhere-1-1-1.part"
     old.write_bytes(b"")
     os.utime(old, (0, 0))
-    assert store.collect_staging() == 1
+    assert store.collect_staging() == {"staging/elsewhere-1-1-1.part": 0}
+
+
+def test_the_bytes_of_a_staged_file_that_was_published_stay(store: LocalStore, tmp_path: Path) -> None:
+    # Killed between link and unlink.
+    store.create("key", b"content")
+    second = tmp_path / ".syckpt/staging/elsewhere-1-1-1.part"
+    os.link(tmp_path / ".syckpt/key", second)
+    os.utime(second, (0, 0))
+    assert store.collect_staging() == {"staging/elsewhere-1-1-1.part": 0}
+    assert (second.exists(), store.get("key")) == (False, b"content")
 
 
 def test_collect_staging_leaves_what_syckpt_did_not_make(store: LocalStore, tmp_path: Path) -> None:
@@ -426,7 +440,7 @@ def test_collect_staging_leaves_what_syckpt_did_not_make(store: LocalStore, tmp_
     (staging / "elsewhere-1-1-1.part").symlink_to(tmp_path / "outside")
     for path in [*staging.iterdir(), tmp_path / "outside"]:
         os.utime(path, (0, 0), follow_symlinks=False)
-    assert store.collect_staging() == 1
+    assert [*store.collect_staging()] == ["staging/elsewhere-1-1-1.part"]
     assert sorted(os.listdir(staging)) == ["folder.part", "notes.txt"]
     assert (tmp_path / "outside").read_bytes() == b"mine"
 
@@ -446,7 +460,7 @@ def test_reading_makes_nothing(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         store.get("a/b")
     store.delete("objects/a/b")
-    assert (store.list(), store.size("a"), store.collect_staging()) == ([], None, 0)
+    assert (store.list(), store.size("a"), store.collect_staging()) == ([], None, {})
     assert store.free_nbytes() > 0
     assert os.listdir(tmp_path) == []
 

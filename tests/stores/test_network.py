@@ -162,19 +162,8 @@ def test_a_cached_handle_that_went_stale_is_opened_anew(store: LocalStore, monke
 def test_sizes_and_times_of_what_another_host_deleted_are_none(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for read in (store.size, store.modified_s):
         store.create("k", b"old")
-        with monkeypatch.context() as patch:
-            # The second call: the first only asks what kind of file it is.
-            fstat, calls = os.fstat, []
-
-            def stale(descriptor: int, fstat: Any = fstat, calls: Any = calls) -> os.stat_result:
-                calls.append(descriptor)
-                if len(calls) == 2:
-                    LocalStore(store.root).delete("k")
-                    raise stale_handle()
-                return fstat(descriptor)
-
-            patch.setattr("syckpt.stores.local.os.fstat", stale)
-            assert read("k") is None
+        go_stale(monkeypatch, "fstat", lambda: LocalStore(store.root).delete("k"))
+        assert read("k") is None
 
 
 def test_a_handle_that_stays_stale_is_a_store_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
