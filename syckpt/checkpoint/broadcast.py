@@ -28,7 +28,7 @@ from syckpt.objects import nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import dtype
 from syckpt.reshard.owners import Piece, assign
-from syckpt.reshard.tensors import is_dtensor
+from syckpt.reshard.tensors import local_boxes
 from syckpt.state.bits import copy_tensor
 
 __all__ = ["Broadcast"]
@@ -92,16 +92,18 @@ class Broadcast:
         }
         common = [mine[path] for path in agree({"wanted": list(mine), "at": at}, _common)["common"]]
         found: dict[int, torch.Tensor] = {}
+        views: dict[int, torch.Tensor] = {}
         error: BaseException | None = None
         try:
             found = source.fetch({number: target for number, target in wanted.items() if number not in set(common)})
             for number in common:
                 target = wanted[number]
                 found[number] = source.new(number) if target is None else target
+                ((_, views[number]),) = local_boxes(found[number])
         except Exception as exc:  # noqa: BLE001 - the others hear of it
             error = exc
         for shares in _rounds(source, common, self._coordinator.world_size):
-            failed, error = self._round(source, shares, found, error)
+            failed, error = self._round(source, shares, views, error)
             if failed:
                 agree({}, lambda _: {}, error=error)
         if error is not None:
@@ -109,7 +111,7 @@ class Broadcast:
         return found
 
     def _round(
-        self, source: Source, shares: Sequence[Sequence[_Unit]], found: Mapping[int, torch.Tensor], error: BaseException | None
+        self, source: Source, shares: Sequence[Sequence[_Unit]], views: Mapping[int, torch.Tensor], error: BaseException | None
     ) -> tuple[bool, BaseException | None]:
         """Read this rank's share and send all of them around; return whether any rank has failed, and this rank's error."""
         rank, nbytes = self._coordinator.rank, [max((unit.offset + unit.nbytes for unit in share), default=0) for share in shares]
@@ -132,7 +134,7 @@ class Broadcast:
                 dist.broadcast(sent, src=owner, group=self._group)
                 for unit in shares[owner]:
                     where = (..., *(slice(o, o + n) for o, n in zip(unit.box.offsets, unit.box.sizes, strict=True)))
-                    region = found[unit.number].detach()[where]
+                    region = views[unit.number][where]
                     with torch.no_grad():
                         copy_tensor(region, _part(sent, unit, source.entries[unit.number].dtype))
         except RuntimeError as exc:
@@ -141,9 +143,11 @@ class Broadcast:
 
 
 def _is_alike(source: Source, number: int, target: torch.Tensor | None) -> bool:
-    """Whether a rank needs a stored tensor whole, as others may."""
+    """Whether a rank needs a stored tensor whole, as others may: also a DTensor that is replicated."""
     stored = source.entries[number]
-    return stored.window is None and not stored.is_local and (target is None or not is_dtensor(target))
+    if stored.window is not None or stored.is_local:
+        return False
+    return target is None or [box for box, _ in local_boxes(target)] == [whole(stored.shape)]
 
 
 def _common(values: Sequence[dict[str, Any]]) -> dict[str, Any]:

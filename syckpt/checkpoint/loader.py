@@ -6,6 +6,7 @@ raises, and a target then holds old or exact values, never wrong ones.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as partial_
@@ -17,6 +18,7 @@ from syckpt.checkpoint.moments import filled_up, of_targets
 from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config, ItemSpec
+from syckpt.checkpoint.torn import filling
 from syckpt.errors import IntegrityError, StateError
 from syckpt.objects import nodes
 from syckpt.objects.commit import Commit
@@ -32,6 +34,7 @@ from syckpt.stores.base import StoreSpec, parse_root
 
 __all__ = ["Fetch", "LoadReport", "load", "read", "reshard", "reshards"]
 
+_log = logging.getLogger("syckpt")
 
 Fetch: TypeAlias = Callable[[Mapping[int, "torch.Tensor | None"]], "dict[int, torch.Tensor]"]
 """Brings tensors of an open commit by number, as `Source.fetch`."""
@@ -45,7 +48,7 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     """In the target, not in the commit."""
     unexpected: list[str] = field(default_factory=list)
-    """In the commit, not in the target."""
+    """In the commit, not in this rank's target; an error where no rank takes it."""
     mismatched: list[str] = field(default_factory=list)
     """In both, of another shape, dtype or kind; each with what was expected and found."""
     skipped: list[str] = field(default_factory=list)
@@ -111,10 +114,10 @@ def read(
         raise StateError(f"partial={list(partial)!r} takes nothing of commit {source.commit.id}; paths begin with {', '.join(templates)}")
     if not strict:
         report.skipped = sorted(report.skipped + report.mismatched)
-    # A stage's or an expert's names are those of some ranks only: each reader has its own of them.
-    unexpected = [path for path in report.unexpected if not source.of_some_ranks(path)] if partial is None else []
-    if strict and (report.missing or report.mismatched or unexpected):
-        raise StateError(_problems(source.commit, report, unexpected))
+    # What is another rank's (a stage, an expert) is that of ranks together to say: see `taking`.
+    is_unexpected = bool(report.unexpected) and partial is None and not source.has_others
+    if strict and (report.missing or report.mismatched or is_unexpected):
+        raise StateError(_problems(source, report, [] if partial is not None else report.unexpected))
     report.per_rank = list(source.per_rank)
     before = source.bytes_read
     targets: dict[int, list[torch.Tensor]] = {index: [] for plan in fitted.values() for index in plan.fresh}
@@ -134,10 +137,11 @@ def read(
         report.resharded, report.resharding = sorted(source.resharded), source.resharding()
         return {}, report
     _refuse_conflicts(source, [fill for plan in fitted.values() for fill in plan.fills])
-    tensors = (fetch or source.fetch)(wanted)
-    with torch.no_grad():
-        for index, target in more:
-            copy_tensor(target.detach(), tensors[index])
+    with filling(target for plan in fitted.values() for _, target in plan.fills):
+        tensors = (fetch or source.fetch)(wanted)
+        with torch.no_grad():
+            for index, target in more:
+                copy_tensor(target.detach(), tensors[index])
     report.bytes_read = source.bytes_read - before
     report.resharded, report.resharding = sorted(source.resharded), source.resharding()
     moved: dict[int, torch.Tensor] = {}
@@ -266,7 +270,8 @@ def _fit_all(
             plans[name] = _fit_one(source, name, template, found, mine)
         if found is report:
             continue
-        problems = [*found.missing, *found.unexpected, *found.mismatched]
+        # Of several ranks, another one may take what this one does not.
+        problems = [*found.missing, *([] if source.has_others else found.unexpected), *found.mismatched]
         if problems:
             report.skipped += [f"{problem} (not required)" for problem in problems]
             plans.pop(name, None)
@@ -275,6 +280,8 @@ def _fit_all(
         else:
             report.cast += found.cast
             report.notes += found.notes
+            if found.unexpected:
+                report.notes.append(f"{name}: {len(found.unexpected)} paths of the commit are not in it (not required): {_some(found.unexpected)}")
     return plans
 
 
@@ -363,13 +370,13 @@ def _some(texts: Sequence[str]) -> str:
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
-def _problems(commit: Commit, report: LoadReport, unexpected: Sequence[str]) -> str:
+def _problems(source: Source, report: LoadReport, unexpected: Sequence[str]) -> str:
     groups = (
         ("missing from the commit", report.missing),
-        ("unexpected in the commit", unexpected),
+        ("unexpected in the commit" + (" (no error if another rank takes them)" if source.has_others else ""), unexpected),
         ("do not fit", report.mismatched),
     )
-    lines = [f"commit {commit.id} does not fit its target; nothing was changed:"]
+    lines = [f"commit {source.commit.id} does not fit its target; nothing was changed:"]
     for title, paths in groups:
         if paths:
             lines.append(f"  {len(paths)} {title}: " + "; ".join(paths[:20]) + (f"; and {len(paths) - 20} more" if len(paths) > 20 else ""))
@@ -407,12 +414,16 @@ def load(
     trusted = None if trusted_keys is None else signing.load_trusted(trusted_keys)
     repository = Repository.open(spec)
     commit = history.resolve(repository, rev)
-    source = Source(Reader(repository, trusted=trusted), commit, config=config)
+    # A target takes one value, as in a job of one rank; without targets, what each rank kept for itself is there.
+    source = Source(Reader(repository, trusted=trusted), commit, world_size=None if into is None else 1, config=config)
     how: dict[str, Any] = {"strict": strict, "cast": cast, "partial": partial, "map_location": map_location, "dry_run": dry_run}
     if into is None:
         return read(source, None, items=items, **how)[0]
     parameters = of_targets(into)
     templates = {name: filled_up(source, name, target, parameters, partial=partial) for name, target in into.items()}
     values, _ = read(source, templates, **how)
+    unasked = [name for name in into if _spec(source, name).on_world_change is None and not source.handled.get(name)]
+    if taken := [path for name in unasked for path in source.differing(name)]:
+        _log.warning("commit %s: where its ranks kept values of their own, rank 0's are taken: %s", commit.id, _some(taken))
     # What was left alone altogether is the caller's own.
     return {name: into[name] if value is templates[name] else value for name, value in values.items()}

@@ -22,11 +22,9 @@ _TOPIC = "load()"
 
 
 class Loads:
-    """Makes one manager's loads. `open_commit` opens one for this rank; `broadcast`: values that all ranks need are read once for all."""
+    """Makes one manager's loads. `open_commit` is `Resumption.open`; `broadcast`: values that all ranks need are read once for all."""
 
-    def __init__(
-        self, coordinator: Coordinator, items: Items, open_commit: Callable[[Commit], Source], *, broadcast: Broadcast | None
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, items: Items, open_commit: Callable[..., Source], *, broadcast: Broadcast | None) -> None:
         self._coordinator = coordinator
         self._items = items
         self._open = open_commit
@@ -46,7 +44,7 @@ class Loads:
             error: Exception | None = None
             try:
                 if source is None:
-                    source = self._open(commit)
+                    source = self._open(commit, all_ranks=into is None)
                     targets = None if into is None else self._items.templates(source, into, partial=how.get("partial"))
                 if step == "reshard":
                     done = loader.reshard(source, targets or {}, notes, partial=how.get("partial"))

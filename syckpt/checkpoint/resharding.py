@@ -23,6 +23,7 @@ from syckpt.objects.nodes import KeyPath, Node, format_path
 from syckpt.reshard.resharder import DistributedItemMetadata, NestedPath, Resharder, ShardingMetadata, decode_sharding, key_path
 from syckpt.state.bits import copy_tensor
 from syckpt.state.fit import fit
+from syckpt.state.wrappers import unwrapped
 
 __all__ = ["Resharded", "changes", "prepare", "settle"]
 
@@ -112,12 +113,12 @@ def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, it
     policy = spec.on_world_change
     if not paths or (policy is None and not is_object):
         return []
-    what = f"{name}: {len(paths)} values differed between the {source.commit.world_size} ranks that saved it ({_some(paths)})"
-    if policy == "rank0":
-        source.take_rank(name, 0)
-        return [f"{what}; rank 0's are taken (on_world_change='rank0')"]
-    if policy == "mod":
-        return [f"{what}; rank {source.rank % source.commit.world_size}'s are taken (on_world_change='mod')"]
+    count = "1 value" if len(paths) == 1 else f"{len(paths)} values"
+    what = f"{name}: {count} differed between the {source.commit.world_size} ranks that saved it ({_some(paths)})"
+    if policy in ("rank0", "mod"):
+        rank = 0 if policy == "rank0" else source.rank % source.commit.world_size
+        source.take_rank(name, rank)
+        return [f"{what}; rank {rank}'s are taken (on_world_change={policy!r})"]
     if policy is None and _broadcasts(item, name, paths):
         source.take_rank(name, 0)
         return [f"{what}; rank 0's are taken, as DistributedDataParallel does before its next forward"]
@@ -129,9 +130,16 @@ def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, it
 
 
 def _broadcasts(item: Any, name: str, paths: Sequence[str]) -> bool:
-    if not isinstance(item, torch.nn.parallel.DistributedDataParallel) or not item.broadcast_buffers:
+    """Whether all paths are of buffers that a DistributedDataParallel broadcasts: the item, or one that it wraps or has as a part."""
+    if not isinstance(item, torch.nn.Module):
         return False
-    return set(paths) <= {format_path((name, buffer)) for buffer, _ in item.named_buffers()}
+    sent: set[str] = set()
+    for prefix, module in item.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
+            buffers = [buffer for buffer, _ in module.module.named_buffers() if buffer not in module.parameters_to_ignore]
+            sent |= {unwrapped(f"{prefix}.{buffer}".lstrip(".")) for buffer in buffers}
+    # The run that saved it may have had other wrappers.
+    return {unwrapped(path.removeprefix(f"{format_path((name,))}/")) for path in paths} <= sent
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,14 +83,20 @@ class Resumption:
         """The commit that is gone on from."""
         return None if self._source is None else self._source.commit
 
+    @property
+    def damage_met(self) -> int:
+        """How many reads of commits have failed on this rank so far because something was not what was saved."""
+        return self._reader.damage_met
+
     def told(self, error: BaseException) -> bool:
         """Whether an error of a restore was raised on all ranks already, so that they need not be told of it."""
         return self._broadcast is not None and self._broadcast.told(error)
 
-    def open(self, commit: Commit) -> Source:
-        """Open any commit for this rank."""
-        mine = {"rank": self._coordinator.rank, "world_size": self._coordinator.world_size}
-        return Source(self._reader, commit, **mine, config=self._items.config)
+    def open(self, commit: Commit, *, all_ranks: bool = False) -> Source:
+        """Open any commit for this rank; `all_ranks`: in a plain process, with what each of the ranks kept for itself."""
+        world_size = self._coordinator.world_size
+        seen = None if all_ranks and world_size == 1 else world_size
+        return Source(self._reader, commit, rank=self._coordinator.rank, world_size=seen, config=self._items.config)
 
     def take_over(self, commit: Commit, *, afresh: bool = False) -> None:
         """Go on from a commit: its counters now, its items as they are registered. `afresh`: counters and streams begin anew."""
@@ -173,19 +180,25 @@ class Resumption:
         for waiting in [n for n in self._deferred if not self._items.needs_modules(n, source.node(n))]:
             self._deferred.remove(waiting)
             self._restore_item(waiting, source)
-        self._report_reads(source)
 
     def _restore_item(self, name: str, source: Source, fetch: Fetch | None = None) -> None:
-        notes = self._items.restore(name, source, fetch=fetch)
+        with self._reported(source):
+            notes = self._items.restore(name, source, fetch=fetch)
         self.report.notes += notes
         for note in notes:
             _log.info("resuming from commit %s: %s", source.commit.id, note)
 
-    def _report_reads(self, source: Source) -> None:
+    @contextmanager
+    def _reported(self, source: Source) -> Iterator[None]:
+        """Report what is read in this."""
+        before = source.bytes_read
+        try:
+            yield
+        finally:
+            self.report.bytes_read += source.bytes_read - before
         self.report.resharded = sorted(source.resharded)
         self.report.resharding = source.resharding()
         self.report.per_rank = list(source.per_rank)
-        self.report.bytes_read = source.bytes_read
 
     def restore_all_from(self, commit: Commit, *, call: str = "") -> None:
         """Resume from an older commit than was meant. Raises: IntegrityError."""
@@ -233,9 +246,9 @@ class Resumption:
                 while self._deferred:
                     self._restore_item(self._deferred[0], source)
                     del self._deferred[0]
-                    self._report_reads(source)
                 if self.streams_pending and source.same_size:
-                    source.rng()
+                    with self._reported(source):
+                        source.rng()
                 return
             except IntegrityError as exc:
                 if self._settled:

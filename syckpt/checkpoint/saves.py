@@ -19,6 +19,7 @@ from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.sharding import Declared, declare
 from syckpt.checkpoint.share import Facts, Replicas, Sharing, whole
 from syckpt.checkpoint.specs import Config
+from syckpt.checkpoint.torn import refuse_torn
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, CoordinationError, StateError, SyckptError, from_wire, to_wire
 from syckpt.hyperparams.config import HyperConfig
@@ -94,6 +95,10 @@ class Saves:
         self._with_rng = rng
         self._when_busy = when_busy
         self._sequence = 0
+        self._outlived = 0
+        """How much of the damage that this rank has met was met before a durable save that points to nothing older."""
+        self._afresh: tuple[PendingCommit, int] | None = None
+        """The newest save that points to nothing older, and how much damage had been met before it."""
 
     @property
     def _several(self) -> bool:
@@ -114,6 +119,7 @@ class Saves:
             "names": [request.name, *capture.tags] if capture else [],
             "config": hyper.hash(),
             "layouts": {item: layout[:2] for item, layout in capture.layouts.items()} if capture else {},
+            "damage": self._fears_damage(),
             # As values: every rank hears of all of them, once.
             "failed": {commit: to_wire(exc) for commit, exc in self._ledger.unheard().items()} if self._several else {},
         }
@@ -131,6 +137,13 @@ class Saves:
         except BaseException as exc:
             self._saver.give_up_unless_submitted(verdict["id"], exc)
             raise
+
+    def _fears_damage(self) -> bool:
+        """Whether this rank has met damage that what a save points to may have: which row it was may be another rank's to know."""
+        if self._afresh is not None and self._afresh[0].done():
+            pending, met = self._afresh
+            self._outlived, self._afresh = self._outlived if pending.failed else met, None
+        return self._resumption.damage_met > self._outlived
 
     def prewarm(self, payload: Mapping[str, Any] | None) -> None:
         """Make the memory that a save needs, and wait until the writer is ready. Collective. Raises: as `make`."""
@@ -157,6 +170,7 @@ class Saves:
             layouts = self._config.layouts(values, world_size=world_size)
             flat = flatten({**values, _RNG: self._resumption.streams_now()} if self._with_rng else values, formats=formats)
             rng = flat.nodes.pop(_RNG, None)
+            refuse_torn(flat.leaves)
             declared = declare(self._config, values)
             if not self._several:
                 return _Capture(flat, rng, tags, Facts(), Replicas(), score, declared, layouts), None
@@ -174,6 +188,7 @@ class Saves:
     def _hand_over(self, request: Request, capture: _Capture, verdict: dict[str, Any], hyper: HyperConfig) -> PendingCommit:
         """Give this rank's part of an agreed save to its writer."""
         progress = self._progress
+        met = self._resumption.damage_met
         parts = self._parts(capture, verdict)
         done = progress.epoch_done(self._items.sampler, request.epoch_end)
         if done and request.epoch_end is None and self._items.sampler is None and progress.counts_batches and progress.entered:
@@ -213,7 +228,10 @@ class Saves:
             after=lambda: self._ledger.parent,
             meta=meta,
             started=request.started,
+            afresh=verdict["afresh"],
         )
+        if verdict["afresh"]:
+            self._afresh = pending, met
         self._sequence += 1
         if request.payload is None:
             progress.saved(done=done, metric=capture.metric)
@@ -248,7 +266,8 @@ class Saves:
             sequence=self._sequence,
             nonce=secrets.token_bytes(16),
         )
-        return {"id": commit, "failed": None, "skip": bool(busy) and self._when_busy == "skip", **_sameness(values)}
+        skip, afresh = bool(busy) and self._when_busy == "skip", any(value["damage"] for value in values)
+        return {"id": commit, "failed": None, "skip": skip, "afresh": afresh, **_sameness(values)}
 
     def _check_names(self, name: str | None, tags: Sequence[str], *, branch: str) -> None:
         taken = [("names", name, "commit")] if name is not None else []

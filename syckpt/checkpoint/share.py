@@ -82,6 +82,8 @@ class Sharing:
         self._known: dict[str, Structure] = {}
         self._structures: dict[str, Structure] = {}
         """Rank 0: by their digests, the structures that ranks have told, and of those the ones that they have now."""
+        self._said: set[str] = set()
+        """Rank 0: the tensors, and the copies, of which it was warned that they differ."""
         self._tabled: Any = None
         self.table: dict[str, Any] | None = None
         """Rank 0: who stores what by the last shares, as `LayoutTable.to_body` without items. The same object while that stays."""
@@ -151,7 +153,7 @@ class Sharing:
         assert self._placement is not None
         if rank == 0:
             self._make_table([facts.structure] if same_schema else list(self._structures.values()), compared.declared)
-            _warn(compared)
+            self._warn(compared)
         diverged = set(compared.diverged)
         first: list[Part] = []
         further: list[Part] = []
@@ -235,25 +237,32 @@ class Sharing:
             self._tabled = told
             self.table = table(structures, self._placement, declared, world_size=self._coordinator.world_size).to_body()
 
+    def _warn(self, compared: Compared) -> None:
+        """Rank 0: say which tensors differ between ranks, as long as that is new: a run saves thousands of times."""
+        paths = sorted(compared.diverged)
+        if paths and self._is_new(paths):
+            what = "1 tensor differs between ranks and is" if len(paths) == 1 else f"{len(paths)} tensors differ between ranks and are"
+            _log.warning("%s kept by each: %s", what, ", ".join(paths[:5]))
+        holding = [f"{path} (ranks {', '.join(map(str, ranks))})" for path, ranks in compared.unlike.items()]
+        if holding and self._is_new(holding):
+            _log.warning(
+                "%s copies that differ between ranks which should hold the same values, and the values of one of them are saved: %s. What"
+                " keeps them alike in training (a gradient that is not reduced?) is broken",
+                "1 sharded tensor has" if len(holding) == 1 else f"{len(holding)} sharded tensors have",
+                ", ".join(holding[:5]),
+            )
+
+    def _is_new(self, texts: Sequence[str]) -> bool:
+        """Whether any of the texts has not been said; then all are."""
+        is_new = not self._said.issuperset(texts)
+        self._said.update(texts)
+        return is_new
+
     def _digest(self, leaf: Leaf, path: str, layout: Layout | None) -> str:
         if layout is None:
             return replica_digest(leaf, full=self._full)
         views = [Leaf(leaf.path, view, leaf.dtype, box.sizes) for box, view in local_boxes(leaf.array, path=path)]
         return "".join(replica_digest(view, full=self._full) for view in views)
-
-
-def _warn(compared: Compared) -> None:
-    if compared.diverged:
-        found = ", ".join(sorted(compared.diverged)[:5])
-        _log.warning("%d tensors differ between ranks and are kept by each: %s", len(compared.diverged), found)
-    if compared.unlike:
-        found = ", ".join(f"{path} (ranks {', '.join(map(str, ranks))})" for path, ranks in list(compared.unlike.items())[:5])
-        _log.warning(
-            "%d sharded tensors have copies that differ between ranks which should hold the same values, and the values of one of them"
-            " are saved: %s. What keeps them alike in training (a gradient that is not reduced?) is broken",
-            len(compared.unlike),
-            found,
-        )
 
 
 def whole(flat: Flat, declared: Declared | None = None) -> list[Part]:

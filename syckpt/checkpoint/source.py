@@ -1,7 +1,8 @@
 """A commit, open for reading: one structure and one set of tensors, whatever ranks saved it, for whoever reads it.
 
 A tensor is a path with boxes that ranks stored; a target is filled box by box, each of its elements exactly once. A rank of a job of the
-same size reads its own structure. On another size, and in a plain process, the structures of all ranks are merged.
+same size reads its own structure, and where that lacks what a target has, as on another size and in a plain process, those of all ranks
+merged.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from syckpt.reshard.tensors import is_dtensor, local_boxes
 from syckpt.state.bits import CARRIERS, copy_tensor
 from syckpt.state.fit import fit
 
-__all__ = ["Source", "Stored"]
+__all__ = ["Source", "Stored", "prefixes"]
 
 _BETWEEN_NBYTES = 256 << 20  # on the way to other devices and dtypes
 
@@ -56,9 +57,9 @@ class Source:
         """The tensors; nodes count them."""
         self._differing: list[str] = []
         self._choose = None if world_size is None else rank % commit.world_size
+        self._bases: dict[str, Node] = {}
+        """Items as this reader sees them, but for its windows."""
         self._items: dict[str, Node] = {}
-        self._of_some: set[str] = set()
-        self._unwindowed: dict[str, Node] = {}
         self._windows: dict[str, Mapping[str, ShardingMetadata]] = {}
         # Whatever is wrong with the first manifest is told now.
         _ = self.content.items[self.rank if self.same_size else (self._choose or 0)]
@@ -73,16 +74,11 @@ class Source:
         return self.same_size or self.commit.world_size == 1
 
     def _structure(self, name: str) -> Node:
-        """Return an item as this reader sees it."""
+        """Return an item as this reader sees it, with whole tensors."""
         if self._has_own:
-            rank = self.rank if self.same_size else 0
-            node = self.content.items[rank][name]
-            # What this rank declared as boxes of global tensors comes back as these boxes.
-            return self.windowed(node, (name,), self.declared(name, rank)) if self.commit.world_size > 1 else node
-        partial: list[KeyPath] = []
-        node, differing = self.content.merged_item(name, choose=self._choose, partial=partial)
+            return self.content.items[self.rank if self.same_size else 0][name]
+        node, differing = self.content.merged_item(name, choose=self._choose)
         self._differing += differing
-        self._of_some |= {nodes.format_path(path) for path in partial}
         return node
 
     def declared(self, name: str, rank: int) -> dict[str, ShardingMetadata]:
@@ -126,7 +122,11 @@ class Source:
         if name not in self._items:
             if name not in self.names:
                 raise NotFoundError(f"commit {self.commit.id} has no item {name!r}; it has {', '.join(sorted(self.names)) or 'none'}")
-            self._items[name] = self._structure(name)
+            if name not in self._bases:
+                self._bases[name] = self._structure(name)
+            # What this rank declared as boxes of global tensors comes back as these boxes.
+            own = self.declared(name, self.rank) if self.same_size and self.commit.world_size > 1 else {}
+            self._items[name] = self.windowed(self._bases[name], (name,), self._windows.get(name, own))
         return self._items[name]
 
     def differing(self, name: str) -> list[str]:
@@ -137,9 +137,8 @@ class Source:
 
     def show(self, name: str, node: Node) -> None:
         """See an item in another way from here on."""
-        self._unwindowed[name] = self._items[name] = node
-        if name in self._windows:
-            self.window(name, self._windows[name])
+        self._bases[name] = node
+        self._items.pop(name, None)
 
     def take_rank(self, name: str, rank: int) -> None:
         """See an item as that rank saved it wherever ranks differ."""
@@ -148,14 +147,20 @@ class Source:
     def window(self, name: str, declared: Mapping[str, ShardingMetadata]) -> None:
         """See those tensors of an item that the reader's own resharder declares as boxes of global ones as these boxes."""
         self._windows[name] = declared
-        several = len(self.content.items) > 1
-        base = self.content.items[self.rank].get(name) if self.same_size and several else self._unwindowed.setdefault(name, self.node(name))
-        if base is not None:
-            self._items[name] = self.windowed(base, (name,), declared)
+        self._items.pop(name, None)
 
-    def of_some_ranks(self, path: str) -> bool:
-        """Whether only some of the ranks that saved had that path, and this reader need not have it either (a stage, an expert)."""
-        return self.has_others and any(path == part or path.startswith(f"{part}/") for part in self._of_some)
+    def can_unite(self, name: str) -> bool:
+        """Whether other ranks may have saved parts of an item that this reader does not see; all ranks say the same."""
+        return self.same_size and self.commit.world_size > 1 and name in self.names and not self.content.is_common(name)
+
+    def unite(self, name: str, helps: Callable[[Node], bool]) -> None:
+        """See what all ranks saved of an item together, and of what they differ in what this rank has, if that structure `helps`."""
+        node, differing = self.content.merged_item(name, choose=self.rank)
+        if not helps(node):
+            return
+        mine = {text for path, _ in nodes.walk(self.content.items[self.rank][name], (name,)) for text in prefixes(path)}
+        self._differing += [path for path in differing if path not in mine and path not in self._differing]
+        self.show(name, node)
 
     def locate(self, wanted: Mapping[int, torch.Tensor | None]) -> None:
         """Read the manifests that `fetch` needs: what fills the targets is then among `near` of each entry. Raises: IntegrityError."""
@@ -292,6 +297,11 @@ class Source:
             return self._reader.tasks(entry, place, _memory(targets[0][1]))
         itemsize = dtype(stored.dtype).itemsize
         return self.content.tasks(stored, [(box, _bits(tensor, itemsize)) for box, tensor in targets], reader=self.rank)
+
+
+def prefixes(path: KeyPath) -> list[str]:
+    """Return the texts of a path and of all that lead to it, from the item on."""
+    return [nodes.format_path(path[:length]) for length in range(1, len(path) + 1)]
 
 
 def _whole(stored: Stored) -> Box:

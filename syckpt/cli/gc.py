@@ -68,6 +68,6 @@ def _lines(report: Collection) -> Iterator[str]:
     yield from sweeps.lines(report.sweeps)
     yield from sweeps.skipped(report.skipped)
     if report.staged:
-        size = output.nbytes(sum(size for _, size in report.staged))
-        yield f"{output.count(len(report.staged), 'unfinished file')} of processes that are gone  {size}"
+        total = output.nbytes(sum(size for _, size in report.staged))
+        yield f"{output.count(len(report.staged), 'unfinished file')} of processes that are gone  {total}"
     yield sweeps.total(report.freed_nbytes, report.moved_nbytes, dry_run=report.dry_run)

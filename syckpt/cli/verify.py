@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from syckpt.cli import output
 from syckpt.cli.invocation import Invocation, json_option, pass_invocation
+from syckpt.cli.progress import bar
 from syckpt.errors import IntegrityError, NotFoundError, exit_code
 
 if TYPE_CHECKING:
+    from syckpt.cli.progress import Draw
     from syckpt.repo.repository import Repository
     from syckpt.repo.signing import Trusted
     from syckpt.repo.verify import Progress, VerifyReport
@@ -57,16 +57,17 @@ def command(
     from syckpt.repo.signing import load_trusted
     from syckpt.repo.verify import verify
 
-    if resume is not None and (quick or rev is not None):
-        raise click.UsageError("--resume is for a full check of everything: leave out REV and --quick")
+    if resume is not None and quick:
+        raise click.UsageError("--resume is for a full check: leave out --quick")
     trusted = load_trusted(keys) if keys else None
     repository = invocation.repository()
     started = time.perf_counter()
-    with _progress() as progress:
+    with bar("checking") as draw:
+        progress = None if draw is None else _progress(draw)
         report = verify(repository, rev, quick=quick, mark=not no_mark, resume=resume, progress=progress)
     if trusted is not None:
-        for text in _untrusted(repository, rev, trusted):
-            report.add(text)
+        for text, commit in _untrusted(repository, rev, trusted):
+            report.add(text, commit)
     seconds = time.perf_counter() - started
     if invocation.as_json:
         output.echo_json(
@@ -90,12 +91,12 @@ def command(
         ctx.exit(exit_code(IntegrityError()))
 
 
-def _untrusted(repository: Repository, rev: str | None, trusted: Trusted) -> list[str]:
-    """Return what is wrong with the signatures of a commit, or of all that can be loaded; what cannot be read is reported already."""
+def _untrusted(repository: Repository, rev: str | None, trusted: Trusted) -> list[tuple[str, str]]:
+    """Return what is wrong with the signatures of a commit, or of all that can be loaded, and whose: what cannot be read is reported."""
     from syckpt.repo import history
     from syckpt.repo.signing import require_signed
 
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
     for name in history.commit_ids(repository) if rev is None else [rev]:
         try:
             commit = repository.read_commit(name) if rev is None else history.resolve(repository, name)
@@ -105,7 +106,7 @@ def _untrusted(repository: Repository, rev: str | None, trusted: Trusted) -> lis
             if not commit.dropped:
                 require_signed(repository, commit, trusted)
         except IntegrityError as exc:
-            found.append(str(exc))
+            found.append((str(exc), commit.id))
     return found
 
 
@@ -122,22 +123,14 @@ def _lines(report: VerifyReport, seconds: float, *, quick: bool) -> Iterator[str
     yield from output.wrapped(f"{verdict}: {what} checked in {seconds:.2f} s")
 
 
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on stderr, if that is a terminal: None else."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
+def _progress(draw: Draw) -> Progress:
+    """Return what draws how far a verification is: by bytes where it reads them."""
 
-    columns = (
-        progress.TextColumn("checking"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("commits, {task.fields[nbytes]}"),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("checking", total=None, nbytes="")
-        yield lambda done, total, nbytes: bar.update(task, completed=done, total=total, nbytes=output.nbytes(nbytes))
+    def tell(commits: int, all_commits: int, nbytes: int, all_nbytes: int) -> None:
+        text = f"{commits}/{all_commits} commits"
+        if all_nbytes:
+            draw(nbytes, all_nbytes, f"{text}, {output.nbytes(nbytes)} of {output.nbytes(all_nbytes)}")
+        else:
+            draw(commits, all_commits, text)
+
+    return tell

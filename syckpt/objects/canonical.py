@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
+from itertools import accumulate
 from typing import Any
 
 from blake3 import blake3
@@ -27,15 +27,20 @@ def dumps(value: Any) -> bytes:
     Raises: StateError for what canonical JSON cannot say (NaN, infinities, integers beyond 2^53, other types).
     """
     try:
-        text = _encode(value)
-        if _LONG_DIGITS.search(text):
+        text = _encode(value).encode("ascii")
+        if _has_long_integers(text):
             _check_integers(value)
-        return text.encode("ascii")
+        return text
     except (ValueError, TypeError, RecursionError) as exc:
         raise StateError(f"not a canonical JSON value: {exc}") from exc
 
 
-_LONG_DIGITS = re.compile("[0-9]{16}")
+_DIGITS = bytes(0x30 if character in b"0123456789" else 0x20 for character in range(256))
+
+
+def _has_long_integers(text: bytes) -> bool:
+    """Whether integers beyond 2^53 may be in a text: only these have sixteen digits in a row, but texts and floats may as well."""
+    return b"0" * 16 in text.translate(_DIGITS)
 
 
 def _check_integers(value: Any) -> None:
@@ -73,20 +78,22 @@ def _refuse(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-_TOKEN = re.compile(rb'"[^"]*"|[\[\]{}]')
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_TOKENS = bytes(set(range(256)) - set(b'[{]}"'))
 
 
-def _check_depth(data: bytes) -> None:
-    # Counted before parsing: the parser recurses, and a hostile file must not reach the end of the stack. Escapes go first: one pattern
-    # for strings with escapes takes a hundred bytes of stack for each of their characters.
-    data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    depth = 0
-    for found in _TOKEN.finditer(data):
-        token = data[found.start()]
-        if token != 0x22:
-            depth += 1 if token in b"[{" else -1
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+def _check_size(data: bytes) -> None:
+    """Refuse what is too long or too deep, before parsing: the parser recurses, and a hostile file must not reach the end of the stack."""
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise ValueError(f"{len(data)} bytes are more than the {MAX_DOCUMENT_NBYTES} allowed")
+    if data.count(b"[") + data.count(b"{") <= _MAX_DEPTH:
+        return
+    # Escapes go first, then all but brackets and quotes; most quotes then stand beside their partner, which go in pairs. What is left
+    # between two is text. As signed bytes, brackets are the steps of the depth.
+    tokens = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_STEPS, _NO_TOKENS).replace(b'""', b"")
+    steps = memoryview(b"".join(tokens.split(b'"')[::2])).cast("b")
+    if max(accumulate(steps), default=0) > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
 
 
 def loads(data: bytes) -> Any:
@@ -94,29 +101,25 @@ def loads(data: bytes) -> Any:
 
     Raises: ValueError, always, whatever is wrong with the text.
     """
-    if len(data) > MAX_DOCUMENT_NBYTES:
-        raise ValueError(f"{len(data)} bytes are more than the {MAX_DOCUMENT_NBYTES} allowed")
-    if data.count(b"[") + data.count(b"{") > _MAX_DEPTH:
-        _check_depth(data)
+    _check_size(data)
     return json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_int=_integer, parse_float=_float, parse_constant=_refuse)
 
 
 def _loads_canonical(text: bytes) -> Any:
     """Parse canonical JSON. Raises: ValueError, or RecursionError."""
-    if len(text) <= _SHORT_NBYTES and text.count(b"[") + text.count(b"{") <= _MAX_DEPTH:
-        # The usual document, several times as fast: what else `loads` refuses does not come back as the same text either. A duplicate
-        # key is lost; NaN and infinities are refused.
-        value, _ = _decode(text.decode("ascii"))
-        if _encode(value).encode("ascii") == text:
-            return value
-    value = loads(text)
-    if dumps(value) != text:
+    _check_size(text)
+    # Several times as fast as `loads`: what else that refuses does not come back as the same text either. A duplicate key is lost; NaN and
+    # infinities are refused.
+    decode = _decode_checked if _has_long_integers(text) else _decode
+    value, _ = decode(text.decode("ascii"))
+    if _encode(value).encode("ascii") != text:
+        loads(text)  # says what is wrong, if it is more than its form
         raise ValueError("its body is not canonical JSON")
     return value
 
 
-_SHORT_NBYTES = 1 << 16
-_decode = json.JSONDecoder(parse_int=_integer).raw_decode
+_decode = json.JSONDecoder().raw_decode
+_decode_checked = json.JSONDecoder(parse_int=_integer).raw_decode
 
 
 def digest_of(data: bytes) -> str:

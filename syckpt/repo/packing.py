@@ -30,7 +30,7 @@ from syckpt.objects.dtypes import dtype
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
 from syckpt.objects.manifest import Entry, Manifest
 from syckpt.repo import documents
-from syckpt.repo.keys import blob_key, locations_key, manifest_key
+from syckpt.repo.keys import blob_key, locations_key, manifest_key, mark_key
 from syckpt.repo.reader import Reader
 from syckpt.stores.base import Sink, Store
 
@@ -132,17 +132,24 @@ class Packer:
         layouts: dict[str, Any] | None = None,
         sharding: dict[str, Any] | None = None,
         trainable: Sequence[int] = (),
+        afresh: bool = False,
     ) -> Packed:
         """Write the blob, the manifest and the locations of `commit`, durably; nothing refers to them yet.
 
         `memory` must stay unchanged until the return. `trainable` numbers the tensors of which it is counted how many have the bits that
-        they had in the parent. Follow with `published()` or `failed()`.
+        they had in the parent. `afresh`: point to no bytes that are there already, some of which are damaged; nor is that done where a
+        commit whose rows would be pointed to is marked so. Follow with `published()` or `failed()`.
         """
         started = time.perf_counter()
         view = self._view_of(parent)
         if parent is not None and view.loaded and self._lost_any(parent.id, view.keyframe):
             # The intent names both, so the collector spares them from here on.
             view = self._view = self._load_view(parent)
+        if afresh or self._is_damaged(view):
+            if view.homes:
+                _log.warning("commit %s, or what it points to, is damaged: this save stores everything anew", view.commit)
+            self._scratch.clear()
+            view = self._view = _View(view.commit, values=view.values)
         leaves = self._hash(staged, memory)
         entries = tuple(
             Entry(s.path, s.dtype, s.shape, s.box, b"" if s.offset is None else addresses.address(s.dtype, s.sizes, leaf))
@@ -265,6 +272,12 @@ class Packer:
 
     def _lost_any(self, *commits: str) -> bool:
         return any("dropped" in self._reader.repository.marks(commit) for commit in commits if commit)
+
+    def _is_damaged(self, view: _View) -> bool:
+        """Whether a verification, or a resume, has marked the commit of a view, or one whose rows it would point to."""
+        homes = [*view.homes.values(), *(base.home for base in view.bases.values())]
+        commits = {view.commit, *(home.source[0] for home in homes)}
+        return any(self._store.size(mark_key(commit, "damaged")) is not None for commit in commits if commit)
 
     @staticmethod
     def _learn(view: _View, locations: Locations, distinct: list[bytes]) -> None:

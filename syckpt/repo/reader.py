@@ -109,6 +109,8 @@ class Reader:
         self._buffers = _Buffers()
         self.bytes_read = 0
         """Stored bytes asked of the byte store so far."""
+        self.damage_met = 0
+        """How many reads of a commit have failed so far because something was not what was saved."""
         self._lock = threading.Lock()
 
     def check_signed(self, commit: Commit) -> None:
@@ -132,6 +134,7 @@ class Reader:
         except IntegrityError:
             if "dropped" in self.repository.marks(commit.id):
                 raise dropped_error(commit.id) from None
+            self.damage_met += 1
             raise
 
     def _placed(self, commit: Commit, manifest: Manifest, locations: Locations) -> Snapshot:

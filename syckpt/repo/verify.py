@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,11 +22,12 @@ from blake3 import blake3
 
 from syckpt.errors import NotFoundError, StoreError, SyckptError
 from syckpt.objects import address as addresses
+from syckpt.objects import nodes
 from syckpt.objects.commit import Commit
-from syckpt.objects.locations import BlobRecord, Source
+from syckpt.objects.locations import BlobRecord, Locations, Source
 from syckpt.objects.manifest import Entry
-from syckpt.repo import history
-from syckpt.repo.keys import commit_key, mark_key
+from syckpt.repo import documents, history
+from syckpt.repo.keys import LOCATIONS, commit_key, mark_key
 from syckpt.repo.reader import Place, Reader, Snapshot
 from syckpt.repo.repository import Repository, dropped_error
 from syckpt.repo.verification_documents import Records, attempt, check_documents, check_leftovers, check_names
@@ -39,8 +42,8 @@ _MAX_BLOCKS_NAMED = 100  # of one row: a blob of zeros has a million damaged blo
 _MAX_SIZES = 10_000
 _MAX_WAITING = 1000  # commits whose rows are queued
 
-Progress = Callable[[int, int, int], None]
-"""Called with: commits done, commits in all, raw bytes checked so far."""
+Progress = Callable[[int, int, int, int], None]
+"""Called with: commits done, commits in all, raw bytes done, raw bytes in all (of all rows; 0 in a quick check)."""
 
 _Key = tuple[Source, int]
 """A row: whose, and which."""
@@ -59,20 +62,21 @@ def verify(
 
     What only helps (leases, a branch's copy for people) is checked for sense, not for presence.
     `mark`: a full check puts the mark `damaged` beside commits that cannot be loaded whole, and removes it from those that can;
-    without it nothing is changed. `resume`: a file in which a full check of everything notes what it found whole, every few seconds
-    and when it is interrupted, and from which the next one goes on; it is removed at the end.
+    without it nothing is changed. `resume`: a file in which a full check notes what it found whole, every few seconds and when it is
+    interrupted, and from which the next one of the same goes on; it is removed at the end.
     Raises: NotFoundError for a revision that does not exist, or was dropped; StateError for a `resume` file of something else.
     """
+    commit = None if rev is None else history.resolve(repository, rev)
+    if commit is not None and commit.dropped:
+        raise dropped_error(commit.id)
     run = _Run(repository, quick=quick, mark=mark and not quick, progress=progress)
-    if rev is not None:
-        commit = history.resolve(repository, rev)
-        if commit.dropped:
-            raise dropped_error(commit.id)
-        run.check_one(commit)
-        return run.report
-    run.log = VerificationLog(repository, resume) if resume is not None and not quick else None
+    if resume is not None and not quick:
+        run.log = VerificationLog(repository, resume, of="everything" if commit is None else commit.id)
     try:
-        run.check_all()
+        if commit is None:
+            run.check_all()
+        else:
+            run.check_one(commit)
     except BaseException:
         if run.log is not None:
             run.log.save()
@@ -91,6 +95,10 @@ class _Suspect:
     rows: list[_Key]
     digest: str
     """Of where all its bytes are; "" if not everything could be looked at."""
+    whole_blocks: int
+    """How many of its blocks, in the order of `Snapshot.stored`, an interrupted run had found whole."""
+    queued_blocks: int = 0
+    """How many of them are read already, or queued."""
 
 
 class _Run:
@@ -105,6 +113,9 @@ class _Run:
         self._mark = mark
         self._progress = progress
         self._total = 0
+        self._done_nbytes = 0
+        self._total_nbytes: int | None = None
+        """None for those of a single commit, until its rows are known."""
         self._marks = repository.all_marks()
         self._sizes: dict[str, int | None] = {}
         self._seen: dict[Source, bytearray] = {}
@@ -134,6 +145,8 @@ class _Run:
         order = [*records.commits, *(commit for commit in listed if commit not in records.commits)]
         present = set(listed)
         self._total = len(order)
+        self._total_nbytes = 0 if self._quick or self._progress is None else _row_nbytes(self._repository)
+        self._tell()
         seals: dict[str, str] = {}
         parents: list[tuple[str, str, str]] = []
         for commit_id in order:
@@ -180,21 +193,21 @@ class _Run:
             return
         problems: list[str] = []
         snapshots = list(self._structure(self._reader, commit, problems))
-        rows: list[_Key] = []
+        stored = [] if self._quick else [(entry, place) for snapshot in snapshots for _, entry, place in snapshot.stored()]
+        rows = [(place.owner, place.number) for _, place in stored]
         places = blake3()
-        if not self._quick:
-            for snapshot in snapshots:
-                for _, entry, place in snapshot.stored():
-                    places.update(_where(entry, place))
-                    rows.append((place.owner, place.number))
+        for entry, place in stored:
+            places.update(_where(entry, place))
         digest = "" if problems or self._quick else places.hexdigest(length=16)
         known = self.log is not None and self.log.knows(commit.id, digest)
         self.report.resumed += known
-        self._waiting.append(_Suspect(commit, problems, rows, digest))
-        if not self._quick:
-            for snapshot in snapshots:
-                for _, entry, place in snapshot.stored():
-                    self._enqueue(entry, place, known=known)
+        whole_blocks = sys.maxsize if known else 0 if self.log is None else self.log.position(commit.id, digest)
+        suspect = _Suspect(commit, problems, rows, digest, whole_blocks)
+        self._waiting.append(suspect)
+        if self._total_nbytes is None:
+            self._total_nbytes = sum({row: entry.nbytes for row, (entry, _) in zip(rows, stored, strict=True)}.values())
+        for entry, place in stored:
+            self._enqueue(entry, place, suspect)
         if self._quick or len(self._waiting) >= _MAX_WAITING or self._unsettled_nbytes >= _BATCH_NBYTES:
             self._settle_all()
 
@@ -229,46 +242,69 @@ class _Run:
             self._sizes[key] = self._repository.store.size(key)
         return self._sizes[key]
 
+    def _is_there(self, place: Place) -> bool:
+        return all(self._size(blob.key) == blob.size for blob in _blobs(place))
+
     # -- bytes -----------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, entry: Entry, place: Place, *, known: bool) -> None:
+    def _enqueue(self, entry: Entry, place: Place, suspect: _Suspect) -> None:
+        """Queue what is still to be read of a row, and read the queue whenever it is long enough."""
         key = (place.owner, place.number)
+        begin, count = suspect.queued_blocks, addresses.block_count(entry.nbytes)
+        suspect.queued_blocks += count
         seen = self._seen.setdefault(place.owner, bytearray())
-        begin, half = 16 * place.number, entry.address[:16]
-        if len(seen) < begin + 16:
-            seen.extend(bytes(begin + 16 - len(seen)))
-        if seen[begin : begin + 16] == half:
+        at, half = 16 * place.number, entry.address[:16]
+        if len(seen) < at + 16:
+            seen.extend(bytes(at + 16 - len(seen)))
+        if seen[at : at + 16] == half:
             return
-        seen[begin : begin + 16] = half
-        if known:
+        seen[at : at + 16] = half
+        first = min(max(0, suspect.whole_blocks - begin), count)
+        left = max(0, entry.nbytes - first * addresses.BLOCK_NBYTES)
+        self._done_nbytes += entry.nbytes - left
+        if first and not left:
+            return
+        if not self._is_there(place):
+            # The file is a finding already; but repack may have moved the row since its place was read.
+            self._bad[key] = []
+            self._done_nbytes += left
             return
         self.report.tensors += 1
-        self.report.nbytes += entry.nbytes
-        self._unsettled_nbytes += entry.nbytes
+        self.report.nbytes += left
+        self._unsettled_nbytes += left
         try:
             self._reader.check_leaves(entry, place)
         except SyckptError as exc:
             self._bad[key] = [str(exc)]
+            self._done_nbytes += left
             return
-        for index in range(addresses.block_count(entry.nbytes)):
+        for index in range(first, count):
             self._queue.append(partial(self._check_block, key, entry, place, index))
-            self._queued_nbytes += min(addresses.BLOCK_NBYTES, entry.nbytes)
+            self._queued_nbytes += min(addresses.BLOCK_NBYTES, entry.nbytes - index * addresses.BLOCK_NBYTES)
             if self._queued_nbytes >= _BATCH_NBYTES:
                 self._work()
+                self._note(suspect, begin + index + 1)
+                self._tell()
 
     def _check_block(self, key: _Key, entry: Entry, place: Place, index: int) -> None:
-        try:
-            self._reader.read_block(entry, place, index)
-        except SyckptError as exc:
+        error = _block_error(self._reader, entry, place, index)
+        if error is not None:
             texts = self._bad.setdefault(key, [])
             if len(texts) < _MAX_BLOCKS_NAMED:
-                texts.append(str(exc))
+                texts.append(error)
 
     def _work(self) -> None:
         """Read what is queued."""
-        queue, self._queue, self._queued_nbytes = self._queue, [], 0
+        queue, self._queue = self._queue, []
         self._reader.run(queue)
-        self._tell()
+        self._done_nbytes += self._queued_nbytes
+        self._queued_nbytes = 0
+
+    def _note(self, suspect: _Suspect, blocks: int) -> None:
+        """Note how many blocks of the commit in hand are whole: one may be larger than what is read in one go."""
+        if self.log is not None and suspect.digest and self._bad.keys().isdisjoint(suspect.rows):
+            self.log.note(suspect.commit.id, suspect.digest, blocks)
+            self.log.save_sometimes()
 
     def _settle_all(self) -> None:
         """Read what is queued, and judge the commits that waited for it."""
@@ -285,7 +321,7 @@ class _Run:
         commit = suspect.commit
         bad = [key for key in suspect.rows if key in self._bad]
         problems = suspect.problems + [text for key in bad for text in self._bad[key]]
-        if problems:
+        if problems or bad:
             problems = self._look_again(commit, bad)
         self.report.commits += 1
         for text in problems:
@@ -310,7 +346,7 @@ class _Run:
         for snapshot in self._structure(reader, commit, found):
             for _, entry, place in snapshot.stored():
                 key = (place.owner, place.number)
-                if key not in suspects:
+                if key not in suspects or not self._is_there(place):
                     continue
                 # One row may be right for one commit, and not what another one's manifest says.
                 asked = key, entry.address
@@ -321,7 +357,8 @@ class _Run:
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress(self.report.commits, self._total, self.report.nbytes)
+            total_nbytes = max(self._total_nbytes or 0, self._done_nbytes)  # more may have been saved meanwhile
+            self._progress(self.report.commits, self._total, self._done_nbytes, total_nbytes)
 
     # -- marks -----------------------------------------------------------------------------------------------------
 
@@ -359,11 +396,33 @@ def _check_tensor(reader: Reader, entry: Entry, place: Place) -> Iterator[str]:
     except SyckptError as exc:
         yield str(exc)
         return
-    for index in range(addresses.block_count(entry.nbytes)):
-        try:
-            reader.read_block(entry, place, index)
-        except SyckptError as exc:
-            yield str(exc)
+    errors = (_block_error(reader, entry, place, index) for index in range(addresses.block_count(entry.nbytes)))
+    yield from (error for error in errors if error is not None)
+
+
+def _block_error(reader: Reader, entry: Entry, place: Place, index: int) -> str | None:
+    """Read a block, and return what is wrong with it, beginning with the key of a file."""
+    try:
+        reader.read_block(entry, place, index)
+    except SyckptError as exc:
+        text = str(exc)
+        if text.startswith(tuple(f"{blob.key}: " for blob in _blobs(place))):
+            return text
+        # What a store says of a file that it cannot read.
+        return f"{place.blob.key}: tensor {nodes.format_path(entry.path)}, block {index}: {text}"
+    return None
+
+
+def _row_nbytes(repository: Repository) -> int:
+    """Return the raw bytes of all rows that locations name; none of locations that cannot be read: whoever needs them finds that."""
+    listed = filter(None, map(LOCATIONS.fullmatch, repository.store.list("objects/")))
+    newest = {(match["commit"], match["rank"]): match.string for match in listed}  # sorted by revision
+    total = 0
+    for key in newest.values():
+        with suppress(SyckptError):
+            body, _ = documents.read(repository.store, key, kind="locations")
+            total += sum(row.nbytes for row in Locations.from_body(body, where=key).rows if row is not None)
+    return total
 
 
 def _blobs(place: Place) -> Iterable[BlobRecord]:

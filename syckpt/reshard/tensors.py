@@ -19,6 +19,7 @@ import torch
 from syckpt.errors import StateError
 from syckpt.objects.box import Box
 from syckpt.reshard.layout import Layout, Placement, Replicate, Shard, StridedShard, boxes_at, local_shape, shard_placements
+from syckpt.state.shards import is_dtensor
 
 __all__ = ["is_dtensor", "layout_of", "local_boxes"]
 
@@ -26,12 +27,6 @@ __all__ = ["is_dtensor", "layout_of", "local_boxes"]
 _Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], dict[tuple[tuple[int, ...], tuple[Placement, ...]], Layout]]
 # A model's parameters share a few meshes and layouts, and a large mesh is a long list.
 _MESHES: WeakKeyDictionary[Any, _Mesh] = WeakKeyDictionary()
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor; False, without an import, where there cannot be one."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
 
 
 def layout_of(tensor: torch.Tensor, *, path: str = "tensor") -> Layout | None:

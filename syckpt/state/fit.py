@@ -15,7 +15,8 @@ tensors, what does not fit, and how to build the result. It reads no bytes and c
   template shows no such type, a plainer value is read, and told.
 * Keys of a state dict that differ by what wrappers insert (`_orig_mod.`, `module.`) are one where nothing else could be meant, and told.
 * A module's `_extra_state` is taken as it was saved.
-* `as_saved`: the template shows types and nothing else. Values, keys, lengths and ties are the commit's, tensors new.
+* `as_saved`: the template shows types, and the layouts of DTensors, and nothing else. Values, keys, lengths and ties are the commit's,
+  tensors new.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from syckpt.objects import canonical, nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
 from syckpt.state.bits import can_cast
 from syckpt.state.flatten import dtype_name, numpy_dtype, plain_leaf, refuse_tensor, stored_array, tie_key, torch_name, unflatten
-from syckpt.state.shards import as_dtensor
+from syckpt.state.shards import as_dtensor, is_dtensor
 from syckpt.state.wrappers import match
 
 __all__ = ["Fitted", "Options", "fit", "kept", "matching"]
@@ -154,6 +155,10 @@ def _has_array(template: Any) -> bool:
     return _is_array(template) or any(_has_array(value) for _, value in _parts(template) or ())
 
 
+def _has_dtensor(template: Any) -> bool:
+    return is_dtensor(template) or any(_has_dtensor(value) for _, value in _parts(template) or ())
+
+
 def _is_extra_state(key: Any) -> bool:
     return type(key) is str and key.rpartition(".")[2] == "_extra_state"
 
@@ -221,7 +226,7 @@ class _Planner:
 
     def walk(self, node: Node, template: Any, path: KeyPath, mode: int = _STRICT) -> Maker | None:
         kind = split(node)[0]
-        if self.options.as_saved and next(nodes.plainer(node), None) is None:
+        if self.options.as_saved and not _has_dtensor(template) and next(nodes.plainer(node), None) is None:
             return self._whole(node, template, path)  # No type is missing.
         if kind in ("tensor", "ndarray"):
             return self._leaf(node, template, path)
@@ -289,8 +294,20 @@ class _Planner:
 
     # --- leaves
 
+    def _laid_out(self, index: int, template: torch.Tensor, node: Node, path: KeyPath) -> Maker | None:
+        """Take a tensor as a new one in the template's layout, where it is one of that shape and dtype."""
+        entry = self._entry(index)
+        if (entry.dtype, tuple(entry.shape)) != (dtype_name(template.dtype), tuple(template.shape)):
+            return self._whole(node, template, path)
+        if index not in self.plan._filled:
+            self.plan._filled[index] = made = torch.empty_like(template.detach())
+            self.plan.fills.append((index, made))
+        return lambda take: take(index)
+
     def _leaf(self, node: Node, template: Any, path: KeyPath) -> Maker | None:
         kind, payload = split(node)
+        if self.options.as_saved and kind == "tensor" and is_dtensor(template) and self._wanted([path]):
+            return self._laid_out(payload, template, node, path)
         if self.options.as_saved or (not _is_array(template) and _parts(template) is None):
             return self._whole(node, template, path)
         if not self._wanted([path]):

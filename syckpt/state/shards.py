@@ -1,4 +1,4 @@
-"""FSDP1's sharded tensors as DTensors over the same memory: then there is one kind of sharding to save, plan and fill."""
+"""Sharded tensors; FSDP1's as DTensors over the same memory: then there is one kind of sharding to save, plan and fill."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_dtensor", "is_flat_shard"]
+__all__ = ["as_dtensor", "is_dtensor", "is_flat_shard"]
 
 _MESHES: dict[tuple[str, str], Any] = {}
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor; False, without an import, where there cannot be one."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:

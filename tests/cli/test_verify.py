@@ -121,8 +121,15 @@ def test_a_file_to_resume_from_is_for_a_full_check(root: Path, tmp_path: Path) -
     file = tmp_path / "progress"
     assert run(root, "--resume", str(file)).exit_code == 0
     assert not file.exists()
+    assert run(root, "HEAD", "--resume", str(file)).exit_code == 0
+    assert not file.exists()
     assert run(root, "--quick", "--resume", str(file)).exit_code == 2
-    assert run(root, "HEAD", "--resume", str(file)).exit_code == 2
+
+
+def test_findings_about_signatures_name_the_commit(root: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(main, ["keygen", str(tmp_path / "team")]).exit_code == 0
+    findings = json.loads(run(root, "HEAD", "--json", "--trusted-key", str(tmp_path / "team.pub")).stdout)["findings"]
+    assert list(findings.values()) == [[commit_id(3)]]
 
 
 def test_an_empty_repository_is_whole(tmp_path: Path) -> None:

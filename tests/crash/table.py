@@ -2,8 +2,9 @@
 
     python tests/crash/table.py [--most N] > syckpt/docs/faults.md
 
-Every case: one checkpoint is there, and the next one meets the fault. Then the newest is loaded, as the documentation of each shows it,
-in another process. Needs Linux, root (mounts) and strace. `--most`: how many of the places of one fault are tried, evenly spaced.
+Every case of a save: one checkpoint is there, and the next one meets the fault. Then the newest is loaded, as the documentation of each
+shows it, in another process. Every case of a cleaning: retention, repack or gc meets it; then everything that is not dropped is loaded.
+Needs Linux, root (mounts) and strace. `--most`: how many of the places of one fault are tried, evenly spaced.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -24,77 +24,86 @@ from typing import Any
 
 from syckpt.testing.injection import CHANGES, Call, Image, Victims, calls_of, no_mounts, no_strace, remount, strace, tmpfs
 
-SYSTEMS = ("syckpt", "torch.save", "torch.save and rename", "DCP")
 OLD, NEW = 1, 2
+GROWN = 10
+"""The steps of a run whose first blob holds, beside what the last commit needs, much that no commit needs any more."""
+LIMIT_NBYTES = 50_000
 WRITES = ("pwritev", "pwritev2", "write", "pwrite64", "writev")
 SYNCS = ("fsync", "fdatasync")
 
 
 @dataclass
 class Row:
-    """One fault: by system, how often it ended how."""
+    """One fault: by column, how often it ended how."""
 
     fault: str
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
 
-    def add(self, system: str, outcome: str) -> None:
-        self.outcomes.setdefault(system, Counter())[outcome] += 1
+    def add(self, column: str, outcome: str) -> None:
+        self.outcomes.setdefault(column, Counter())[outcome] += 1
 
 
 class Bench:
-    """Runs the cases."""
+    """Runs the cases of one table, whose columns are what meets the faults."""
+
+    columns: tuple[str, ...]
 
     def __init__(self, victims: Victims, directory: Path, most: int) -> None:
-        self._victims = victims
+        self.victims = victims
         self._directory = directory
         self._most = most
         self._bases: dict[str, Path] = {}
         self._calls: dict[str, list[Call]] = {}
-        for system in SYSTEMS:
-            base = self._bases[system] = self._new()
-            victims.run(system, "save once", base, step=OLD)
-            root, log = self.copy(system), str(directory / "log")
-            pid = victims.start(system, "save once", root, step=NEW)
+        for column in self.columns:
+            base = self._bases[column] = self._new()
+            self.prepare(column, base)
+            root, log = self.copy(column), str(directory / "log")
+            pid = self.start(column, root)
             with strace(f"trace={CHANGES}", pid=pid, log=log):
                 victims.go()
             # What is written to a pipe is no file: syckpt never calls `write` for one, and the last one of the others is the answer.
             found = calls_of(log)
             last = max((call.number for call in found if call.name == "write"), default=0)
-            self._calls[system] = [c for c in found if c.name != "write" or (system != "syckpt" and c.number < last)]
+            self._calls[column] = [c for c in found if c.name != "write" or (self.writes_plainly(column) and c.number < last)]
+
+    def prepare(self, column: str, base: Path) -> None:
+        """Make what is there before the fault."""
+        raise NotImplementedError
+
+    def start(self, column: str, root: Path, **options: Any) -> int:
+        """Fork the process that is to meet the fault, which waits, and return its pid."""
+        raise NotImplementedError
+
+    def judge(self, column: str, root: Path, reported: str | None) -> str:
+        """Say what is found after a fault."""
+        raise NotImplementedError
+
+    def writes_plainly(self, column: str) -> bool:
+        """Whether it writes files by the system call `write`, too."""
+        return False
 
     def _new(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._directory))
 
-    def copy(self, system: str, target: Path | None = None) -> Path:
+    def copy(self, column: str, target: Path | None = None) -> Path:
         root = (target or self._new()) / "run"
-        shutil.copytree(self._bases[system], root)
+        shutil.copytree(self._bases[column], root)
         return root
 
-    def calls(self, system: str, *names: str) -> list[Call]:
-        """Return calls of a system's save, at most as many as are to be tried."""
-        found = [call for call in self._calls[system] if not names or call.name in names]
+    def calls(self, column: str, *names: str) -> list[Call]:
+        """Return the system calls that something makes, at most as many as are to be tried."""
+        found = [call for call in self._calls[column] if not names or call.name in names]
         step = max(1, -(-len(found) // self._most))
         return found[::step]
 
-    def judge(self, system: str, root: Path, reported: str | None) -> str:
-        """Say what a load finds after a fault."""
-        found = self._victims.run(system, "resume" if system == "syckpt" else "load", root)
-        if not isinstance(found, dict):
-            return "not loadable"
-        if not found["exact"]:
-            return "WRONG values"
-        if found["step"] == OLD and reported is None and not found.get("told"):
-            return "LOST silently"
-        return "new" if found["step"] == NEW else "old"
-
-    def save(self, system: str, root: Path, *expressions: str, **options: Any) -> str | None:
-        """Save under a fault; return what was reported, None for success."""
-        pid = self._victims.start(system, "save once", root, step=NEW, **options)
+    def run(self, column: str, root: Path, *expressions: str, **options: Any) -> str | None:
+        """Let something meet a fault; return what was reported, None for success."""
+        pid = self.start(column, root, **options)
         if expressions:
             with strace(*expressions, pid=pid):
-                result = self._victims.go()
+                result = self.victims.go()
         else:
-            result = self._victims.go()
+            result = self.victims.go()
         if result is None:
             return "killed"
         if "error" in result:
@@ -105,45 +114,111 @@ class Bench:
     def each(self, fault: str, expression: Callable[[Call], str | None], *names: str) -> Row:
         """Try a fault of system calls at its places."""
         row = Row(fault)
-        for system in SYSTEMS:
-            for call in self.calls(system, *names):
+        for column in self.columns:
+            for call in self.calls(column, *names):
                 wanted = expression(call)
                 if wanted is None:
                     continue
-                root = self.copy(system)
-                row.add(system, self.judge(system, root, self.save(system, root, wanted)))
+                root = self.copy(column)
+                row.add(column, self.judge(column, root, self.run(column, root, wanted)))
                 shutil.rmtree(root.parent)
+        return row
+
+    def limited(self, fault: str) -> Row:
+        """Try a limit of the size of files, once."""
+        row = Row(fault)
+        for column in self.columns:
+            root = self.copy(column)
+            row.add(column, self.judge(column, root, self.run(column, root, file_nbytes=LIMIT_NBYTES)))
         return row
 
     def on(self, fault: str, options: str, harm: Callable[[Path], None], heal: Callable[[Path], None]) -> Row:
         """Try a fault of a whole file system, once."""
         row = Row(fault)
-        for system in SYSTEMS:
+        for column in self.columns:
             with tmpfs(self._new(), options) as disk:
-                root = self.copy(system, disk)
+                root = self.copy(column, disk)
                 harm(disk)
-                reported = self.save(system, root)
+                reported = self.run(column, root)
                 heal(disk)
-                row.add(system, self.judge(system, root, reported))
+                row.add(column, self.judge(column, root, reported))
         return row
 
     def power(self, fault: str, *, killed: bool) -> Row:
-        """Cut the power: after a save has returned, or before one of its system calls."""
+        """Cut the power: after it has returned, or before one of its system calls."""
         row = Row(fault)
-        for system in SYSTEMS:
+        for column in self.columns:
             blank = Image(self._directory / "blank.img")
             mount, cut_mount = self._new(), self._new()
             with blank.mounted(mount) as disk:
-                self.copy(system, disk)
-            for call in self.calls(system) if killed else [None]:
+                self.copy(column, disk)
+            for call in self.calls(column) if killed else [None]:
                 live = blank.cut_off(self._directory / "live.img")
                 with live.mounted(mount) as disk:
                     wanted = () if call is None else (f"inject={call.name}:signal=SIGKILL:when={call.number}",)
-                    reported = self.save(system, disk / "run", *wanted)
+                    reported = self.run(column, disk / "run", *wanted)
                     cut = live.cut_off(self._directory / "cut.img")
                 with cut.mounted(cut_mount) as disk:
-                    row.add(system, self.judge(system, disk / "run", reported))
+                    row.add(column, self.judge(column, disk / "run", reported))
         return row
+
+
+class Saves(Bench):
+    """A save meets the fault; the columns are systems."""
+
+    columns = ("syckpt", "torch.save", "torch.save and rename", "DCP")
+
+    def prepare(self, column: str, base: Path) -> None:
+        self.victims.run(column, "save once", base, step=OLD)
+
+    def start(self, column: str, root: Path, **options: Any) -> int:
+        return self.victims.start(column, "save once", root, step=NEW, **options)
+
+    def writes_plainly(self, column: str) -> bool:
+        return column != "syckpt"
+
+    def judge(self, column: str, root: Path, reported: str | None) -> str:
+        found = self.victims.run(column, "resume" if column == "syckpt" else "load", root)
+        if not isinstance(found, dict):
+            return "not loadable"
+        if not found["exact"]:
+            return "WRONG values"
+        if found["step"] == OLD and reported is None and not found.get("told"):
+            return "LOST silently"
+        return "new" if found["step"] == NEW else "old"
+
+
+class Cleanings(Bench):
+    """Retention, repack or gc of syckpt meets the fault."""
+
+    columns = ("retain", "repack", "gc")
+
+    def prepare(self, column: str, base: Path) -> None:
+        self.victims.run("syckpt", "grow", base, steps=GROWN)
+        if column != "retain":
+            # A retention that could not move what is needed: its marks are there, and all of one blob.
+            self.victims.run("syckpt", "retain", base, file_nbytes=LIMIT_NBYTES)
+        if column == "gc":
+            self.victims.run("syckpt", "desert", base)
+            pid = self.victims.start("syckpt", "save once", base, step=GROWN + 1)
+            with strace("inject=linkat:signal=SIGKILL:when=4", pid=pid):
+                self.victims.go()
+            assert os.listdir(base / ".syckpt/intents"), "the save was not cut off"
+
+    def start(self, column: str, root: Path, **options: Any) -> int:
+        if column == "gc":
+            options["later_s"] = 15 * 86400  # the reflog protects nothing any more
+        return self.victims.start("syckpt", column, root, **options)
+
+    def judge(self, column: str, root: Path, reported: str | None) -> str:
+        found = self.victims.run("syckpt", "after", root, step=GROWN + 1)
+        if not isinstance(found, dict):
+            return "not loadable"
+        newest = [commit["step"] for commit in found["commits"][:1]]
+        exact = all(commit["exact"] for commit in [*found["commits"], found["tip"]])
+        if newest != [GROWN] or not exact:
+            return "WRONG values"
+        return "kept" if found["tip"]["step"] == GROWN + 1 else "no next save"
 
 
 def _fill_bytes(disk: Path) -> None:
@@ -178,19 +253,15 @@ def rows(bench: Bench) -> Iterator[Row]:
         lambda call: f"inject={call.name}:retval={call.returned}:when={call.number}" if call.returned else None,
         *WRITES,
     )
-    limited = Row("a file size limit (RLIMIT_FSIZE, 100 kB)")
-    for system in SYSTEMS:
-        root = bench.copy(system)
-        limited.add(system, bench.judge(system, root, bench.save(system, root, file_nbytes=100_000)))
-    yield limited
+    yield bench.limited(f"a file size limit (RLIMIT_FSIZE, {LIMIT_NBYTES // 1000} kB)")
     yield bench.on("a disk with 64 kB left", "size=16m", _fill_bytes, _clear)
-    yield bench.on("a disk with one inode left", "size=16m,nr_inodes=120", _fill_inodes, _clear)
+    yield bench.on("a disk with one inode left", "size=16m,nr_inodes=200", _fill_inodes, _clear)
     yield bench.on("a disk that became read-only", "size=16m", lambda disk: remount(disk, "ro"), lambda disk: remount(disk, "rw"))
     yield bench.power("loss of power before a system call", killed=True)
-    yield bench.power("loss of power after the save has returned", killed=False)
+    yield bench.power("loss of power after it has returned", killed=False)
 
 
-_BAD = ("not loadable", "LOST silently", "WRONG values")
+_BAD = ("not loadable", "LOST silently", "WRONG values", "no next save")
 
 
 def _cell(outcomes: Counter[str]) -> str:
@@ -201,43 +272,55 @@ def _cell(outcomes: Counter[str]) -> str:
     return ", ".join([f"{tried - sum(outcomes[kind] for kind in _BAD)} of {tried}", *bad])
 
 
-def page(found: list[Row], most: int) -> str:
+def _table(columns: tuple[str, ...], found: list[Row]) -> str:
+    head = f"| fault | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}"
+    body = [f"| {row.fault} | {' | '.join(_cell(row.outcomes.get(column, Counter())) for column in columns)} |" for row in found]
+    sums = []
+    for column in columns:
+        whole = sum((row.outcomes.get(column, Counter()) for row in found), Counter[str]())
+        lost = sum(whole[kind] for kind in _BAD)
+        sums.append(f"{whole.total()} tried, {whole.total() - lost} survived, **lost: {lost}**")
+    return "\n".join([head, *body, f"| **all** | {' | '.join(sums)} |"])
+
+
+def page(saves: list[Row], cleanings: list[Row], most: int) -> str:
     """Return the Markdown."""
-    tried = {system: sum(sum(row.outcomes.get(system, Counter()).values()) for row in found) for system in SYSTEMS}
-    lost = {system: sum(row.outcomes.get(system, Counter())[kind] for row in found for kind in _BAD) for system in SYSTEMS}
-    head = f"| fault | {' | '.join(SYSTEMS)} |\n|---|{'---|' * len(SYSTEMS)}"
-    body = [f"| {row.fault} | {' | '.join(_cell(row.outcomes.get(system, Counter())) for system in SYSTEMS)} |" for row in found]
-    sums = " | ".join(f"{tried[s]} tried, {tried[s] - lost[s]} survived, **lost: {lost[s]}**" for s in SYSTEMS)
     versions = f"Python {platform.python_version()}, torch {version('torch')}, syckpt {version('syckpt')}"
     return f"""# Faults tried, survived, lost
 
 Made by `tests/crash/table.py --most {most}` on {datetime.now(timezone.utc):%d %B %Y}: Linux {platform.release().split("-")[0]},
-{os.cpu_count()} cores, {versions}; one process, CPU tensors (1.4 MB), ext4 and tmpfs, default settings.
+{os.cpu_count()} cores, {versions}; one process, CPU tensors (1.5 MB), ext4 and tmpfs, default settings.
+
+## A save meets the fault
 
 One checkpoint is there; the next one meets the fault; then another process takes up the newest as the documentation of each system
 shows it. *Survived*: without anybody's help a checkpoint came back bit for bit, the new one, or the old one where somebody said so: the
 save failed, or the resume named what is damaged and passed over it. *Not loadable*: loading raises, and somebody has to look for an older
 one, if there is one. *LOST silently*: the save reported success, and the old one comes back without a word. *WRONG values*: neither state.
 
-{head}
-{chr(10).join(body)}
-| **all** | {sums} |
+{_table(Saves.columns, saves)}
 
 * `syckpt`: a `CheckpointManager` on the directory, which resumes. `torch.save`: to one file, over the old one.
   `torch.save and rename`: to another name, then `os.replace`. `DCP`: `torch.distributed.checkpoint.save(..., no_dist=True)` to a new
   directory each time, `load` from the newest.
-* System calls are killed or failed by strace at up to {most} places, evenly spaced over those that a save makes; each system makes its
-  own. A killed process had not made the call.
+
+## Retention, repack or gc meets the fault
+
+Of {GROWN} commits the newest is to stay, and rows of the first that it needs are to move. `retain` drops the others; `repack` finds them
+dropped by a retention that failed where it had to move rows; `gc` finds that too, two commits of a deleted branch, and a save that was cut
+off. Then another process loads every commit that is not dropped, resumes, saves, and loads that. *Survived*: all of it came back bit for
+bit, the newest of the {GROWN} among it.
+
+{_table(Cleanings.columns, cleanings)}
+
+## How
+
+* System calls are killed or failed by strace at up to {most} places of a kind, evenly spaced over those that a column
+  makes. A killed process had not made the call.
 * Loss of power: ext4 in a loop device (`commit=300,noauto_da_alloc`), whose backing file is copied while it is mounted; what is loaded is
   the copy, after the replay of its journal.
-* After each of these, `tests/crash/` also checks that the next save works and that nothing is left over.
+* After each of these, `tests/crash/` also checks that the next save or cleaning works and that nothing is left over.
 """
-
-
-@contextmanager
-def _bench(most: int) -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory() as directory, Victims(Path(__file__).with_name("victims.py")) as victims:
-        yield Bench(victims, Path(directory), most)
 
 
 def main() -> None:
@@ -247,8 +330,9 @@ def main() -> None:
     for missing in (no_strace(), no_mounts()):
         if missing:
             raise SystemExit(missing)
-    with _bench(most) as bench:
-        print(page(list(rows(bench)), most), end="")
+    with tempfile.TemporaryDirectory() as directory, Victims(Path(__file__).with_name("victims.py")) as victims:
+        saves, cleanings = (list(rows(kind(victims, Path(directory), most))) for kind in (Saves, Cleanings))
+    print(page(saves, cleanings, most), end="")
 
 
 if __name__ == "__main__":

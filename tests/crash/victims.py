@@ -32,7 +32,6 @@ from syckpt.repo.verify import verify
 from syckpt.stores.base import parse_root
 from syckpt.testing.scenes import leftovers, register, same, state_at, stranger
 
-SECONDS = 120
 SIDE = 50
 """The step of the first commit beside `main`."""
 

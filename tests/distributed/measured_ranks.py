@@ -131,6 +131,28 @@ def branched(at: Setting) -> dict[str, Any]:
     return found
 
 
+def plain_value_saved(at: Setting) -> dict[str, Any]:
+    """Save a plain value that holds DTensors, go on, and go back."""
+    whole = pattern(10, 3)
+    with at.manager("plain") as ckpt:
+        ckpt.state = {"w": laid_out(whole, Shard(0)), "tie": None, "step": 1}
+        ckpt.state["tie"] = ckpt.state["w"]
+        ckpt.save("first", wait=True)
+        ckpt.state = {"w": laid_out(whole + 1, Shard(1)), "tie": None, "step": 2, "new": laid_out(whole, Shard(0))}
+        ckpt.save("second", wait=True)
+        ckpt.goto("first")
+        gone_back = ckpt.state
+    return {"keys": sorted(gone_back), "tied": gone_back["w"] is gone_back["tie"], "w": numbers(gone_back["w"]), "step": gone_back["step"]}
+
+
+def plain_value_restored(at: Setting) -> dict[str, Any]:
+    """Resume it on another number of ranks, in the layout of what is registered."""
+    with at.manager("plain") as ckpt:
+        ckpt.state = {"w": laid_out(torch.zeros(10, 3), Shard(0)), "tie": None, "step": 0, "new": None}
+        found = ckpt.state
+    return {"w": numbers(found["w"]), "step": found["step"], "new": numbers(found["new"])}
+
+
 def best_of_two_runs(at: Setting) -> dict[str, Any]:
     """Save a good metric, and in a manager made anew a worse one."""
     for name, metric in (("good", 1.0), ("worse", 99.0)):
@@ -531,6 +553,7 @@ def on_four(rank: int, folder: str) -> None:
         saved_again_and_again,
         unsavable,
         branched,
+        plain_value_saved,
         best_of_two_runs,
         damaged,
         named_alike,
@@ -551,6 +574,7 @@ def on_four(rank: int, folder: str) -> None:
 def back_on_two(rank: int, folder: str) -> None:
     scenarios = [
         read_again,
+        plain_value_restored,
         named_alike_again,
         forms_kept,
         one_rank_does_not_fit,

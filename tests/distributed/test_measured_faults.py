@@ -148,6 +148,20 @@ def test_a_branch_without_a_save_of_its_own_can_be_exported_left_and_gone_to(job
     assert syckpt.load(jobs.folder / "branches", "exp")["state"]["value"].unique().tolist() == [2.0]
 
 
+def test_a_dtensor_in_a_plain_value_comes_back_in_the_layout_that_is_registered(jobs: Any, script: Any) -> None:
+    """A value that is replaced as a whole comes back with whole tensors, on every rank."""
+    whole = script.pattern(10, 3)
+    found = jobs.found("on_four", "plain_value_saved")
+    assert [each["keys"] for each in found] == [["step", "tie", "w"]] * 4
+    assert [(each["tied"], each["step"]) for each in found] == [(True, 1)] * 4
+    # By columns, as the value that was registered when it went back.
+    assert [each["w"] for each in found] == [chunk.tolist() for chunk in whole.split([1, 1, 1, 0], dim=1)]
+    resumed = jobs.found("back_on_two", "plain_value_restored")
+    assert [each["w"] for each in resumed] == [chunk.tolist() for chunk in (whole + 1).chunk(2)]
+    # Where nothing is registered that says otherwise, it is whole.
+    assert [(each["new"], each["step"]) for each in resumed] == [(whole.tolist(), 2)] * 2
+
+
 def test_the_best_commit_outlives_its_manager_and_is_exported_whole(jobs: Any, script: Any) -> None:
     """A manager made anew forgets what was best, and a worse commit takes its place; exports hold what the chain made of the weights."""
     good = script.pattern(10, 3, seed=1)

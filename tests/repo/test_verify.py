@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syckpt.errors import StateError
+from syckpt.errors import StateError, StoreError
 from syckpt.files.validation import validate_checkpoint
 from syckpt.objects.refs import Intent, Lease, Owner
 from syckpt.repo import branches, documents
@@ -22,7 +22,7 @@ from syckpt.repo.packing import Staged
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.status import status
-from syckpt.repo.verify import VerifyReport, verify
+from syckpt.repo.verify import Progress, VerifyReport, verify
 from syckpt.stores.base import parse_root
 from syckpt.stores.memory import MemoryStore
 from syckpt.testing.repositories import commit_id, make_repository
@@ -70,7 +70,7 @@ def test_a_damaged_shared_row_hits_every_commit_that_points_to_it(root: Path) ->
     flip(root, blob(1), frozen_offset(root) + 5)
     report = verify(opened(root))
     (text,) = report.findings
-    assert text == f"{blob(1)}: tensor model/frozen, block 0: its bytes are not those that were saved; run `syckpt verify`"
+    assert text == f"{blob(1)}: tensor model/frozen, block 0: its bytes are not those that were saved"
     assert sorted(report.findings[text]) == sorted(report.damaged) == [commit_id(n) for n in range(1, 6)]
     assert report.errors[0].startswith(f"{text}; hits commits {commit_id(1)}, ")
 
@@ -188,11 +188,14 @@ def test_a_cut_or_lost_blob_hits_every_commit_that_needs_it(root: Path, quick: b
     path.write_bytes(path.read_bytes()[:-1])
     report = verify(opened(root), quick=quick)
     size = path.stat().st_size
-    assert report.findings[f"{blob(1)}: {size} bytes, expected {size + 1} bytes"] != []
+    # One line a file, however many rows in it are lost.
+    assert list(report.findings) == [f"{blob(1)}: {size} bytes, expected {size + 1} bytes"]
     assert len(report.damaged) == 5
     path.unlink()
     report = verify(opened(root), quick=quick)
-    assert sorted(report.findings[f"{blob(1)}: missing, expected {size + 1} bytes"]) == [commit_id(n) for n in range(1, 6)]
+    (text,) = report.findings
+    assert text == f"{blob(1)}: missing, expected {size + 1} bytes"
+    assert sorted(report.findings[text]) == [commit_id(n) for n in range(1, 6)]
 
 
 def test_a_damaged_header_is_a_finding_but_the_commit_is_whole(root: Path) -> None:
@@ -248,9 +251,9 @@ class Interruption(BaseException):
     pass
 
 
-def interrupted_after(count: int) -> Callable[[int, int, int], None]:
-    def progress(done: int, total: int, nbytes: int) -> None:
-        if done >= count:
+def interrupted_after(count: int, *, nbytes: int = 10**9) -> Progress:
+    def progress(commits: int, all_commits: int, done_nbytes: int, all_nbytes: int) -> None:
+        if commits >= count or done_nbytes >= nbytes:
             raise Interruption
 
     return progress
@@ -297,6 +300,70 @@ def test_bytes_that_moved_since_the_interruption_are_read_again(root: Path, tmp_
     assert (report.resumed, report.damaged) == (3, [commit_id(3)])
 
 
+@pytest.fixture
+def big(make_desk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A desk with one commit of six blocks in three tensors, of which four are read at once."""
+    monkeypatch.setattr("syckpt.repo.verify._BATCH_NBYTES", 4 * MIB)
+    desk = make_desk(compression="none")
+    desk.open()
+    numbers = np.random.default_rng(3)
+    desk.save({name: numbers.integers(0, 255, size, dtype=np.uint8) for name, size in [("a", MIB), ("b", 4 * MIB), ("c", MIB // 2)]})
+    return desk
+
+
+def in_hand(desk: Any, file: Path, rev: str | None = None) -> VerifyReport:
+    """Verify up to the first four blocks, and then the rest."""
+    with pytest.raises(Interruption):
+        verify(desk.repository, rev, resume=file, progress=interrupted_after(1, nbytes=4 * MIB))
+    return verify(desk.repository, rev, resume=file)
+
+
+@pytest.mark.parametrize("rev", [None, "main"])
+def test_a_commit_in_hand_goes_on_behind_the_blocks_that_were_read(big: Any, tmp_path: Path, rev: str | None) -> None:
+    seen: list[tuple[int, ...]] = []
+    assert verify(big.repository, rev, progress=lambda *facts: seen.append(facts))
+    whole = 5 * MIB + MIB // 2
+    assert [facts for n, facts in enumerate(seen) if facts not in seen[:n] and facts[3]] == [
+        *([(0, 1, 0, whole)] * (rev is None)),
+        (0, 1, 4 * MIB, whole),
+        (1, 1, whole, whole),
+    ]
+    file = tmp_path / "progress"
+    report = in_hand(big, file, rev)
+    assert (report.ok, report.resumed, report.commits, report.tensors) == (True, 0, 1, 2)
+    assert report.nbytes == MIB + MIB // 2
+    assert not file.exists()
+
+
+def test_damage_behind_the_blocks_that_were_read_is_found(big: Any, tmp_path: Path) -> None:
+    key = f"objects/{big.newest.id}/r00000.safetensors"
+    data = bytearray(big.store.get(key))
+    data[-1] ^= 1
+    big.store.replace(key, data)
+    assert in_hand(big, tmp_path / "progress").damaged == [big.newest.id]
+
+
+def test_damage_in_the_blocks_that_were_read_is_found_again(big: Any, tmp_path: Path) -> None:
+    place = next(place for _, entry, place in Reader(big.repository).snapshot(big.newest).stored() if entry.path == ("model", "a"))
+    data = bytearray(big.store.get(place.blob.key))
+    data[place.row.offset] ^= 1
+    big.store.replace(place.blob.key, data)
+    report = in_hand(big, tmp_path / "progress")
+    assert (report.damaged, report.tensors, report.nbytes) == ([big.newest.id], 3, 5 * MIB + MIB // 2)
+
+
+def test_a_commit_in_hand_whose_bytes_moved_is_read_from_the_first_block_on(big: Any, tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    with pytest.raises(Interruption):
+        verify(big.repository, resume=file, progress=interrupted_after(1, nbytes=4 * MIB))
+    old, new = f"objects/{big.newest.id}/r00000.safetensors", f"objects/{big.newest.id}/moved.safetensors"
+    big.store.create(new, big.store.get(old))
+    body = big.repository.read_locations(big.newest.id, 0).to_body()
+    body["revision"], body["blobs"][0][0] = 2, new
+    documents.write(big.store, locations_key(big.newest.id, 0, 2), body)
+    assert verify(big.repository, resume=file).nbytes == 5 * MIB + MIB // 2
+
+
 def test_a_file_of_something_else_is_refused(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "progress"
     file.write_text("my thesis")
@@ -309,6 +376,9 @@ def test_a_file_of_something_else_is_refused(root: Path, tmp_path: Path) -> None
     make_repository(tmp_path / "other", commits=1)
     with pytest.raises(StateError, match="is of another repository"):
         verify(opened(tmp_path / "other"), resume=file)
+    with pytest.raises(StateError, match=f"is of a verification of everything, and this one is of {commit_id(4)}; name another file"):
+        verify(opened(root), commit_id(4), resume=file)
+    assert file.exists()
 
 
 # -- beside others ---------------------------------------------------------------------------------------------------------
@@ -361,6 +431,48 @@ def test_bytes_that_repack_moves_meanwhile_are_read_at_their_new_place(make_desk
     store.before[old] = move
     report = verify(desk.repository)
     assert report.errors == []
+
+
+def test_a_row_that_repack_had_moved_before_its_blob_was_looked_for_is_read(make_desk: Callable[..., Any]) -> None:
+    class Gone(MemoryStore):
+        def size(self, key: str) -> int | None:
+            if key == old and moves:
+                moves.pop()()
+            return super().size(key)
+
+    store = Gone()
+    moves: list[Callable[[], None]] = []
+    old = ""
+    desk = make_desk(store, compression="none")
+    desk.open()
+    commits = [desk.save({"x": FROZEN}) for _ in range(2)]
+    old, new = (f"objects/{commits[0].id}/{name}.safetensors" for name in ("r00000", "moved"))
+
+    def move(flipped: int) -> None:
+        data = bytearray(store.get(old))
+        data[-1] ^= flipped
+        store.create(new, data)
+        body = desk.repository.read_locations(commits[0].id, 0).to_body()
+        body["revision"], body["blobs"][0][0] = 2, new
+        documents.write(store, locations_key(commits[0].id, 0, 2), body)
+        store.delete(old)
+
+    moves.append(lambda: move(flipped=1))
+    report = verify(desk.repository)
+    assert report.damaged == [commit.id for commit in commits]
+    assert list(report.findings) == [f"{new}: tensor model/x, block 2: its bytes are not those that were saved"]
+
+
+def test_what_a_store_says_of_a_file_that_it_cannot_read_is_told_with_tensor_and_block(make_desk: Callable[..., Any]) -> None:
+    class Broken(MemoryStore):
+        def readinto(self, key: str, buffer: Any, *, offset: int = 0) -> None:
+            raise StoreError("cannot read: Input/output error")
+
+    desk = make_desk(Broken(), compression="none")
+    desk.open()
+    commit = desk.save({"x": np.zeros(4, np.uint8)})
+    (text,) = verify(desk.repository).findings
+    assert text == f"objects/{commit.id}/r00000.safetensors: tensor model/x, block 0: cannot read: Input/output error"
 
 
 # -- other documents -------------------------------------------------------------------------------------------------------
