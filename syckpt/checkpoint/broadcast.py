@@ -1,7 +1,7 @@
 """Reading once for all: values that every rank needs alike are read by one of them and broadcast (`Config(read="broadcast")`).
 
-Each rank reads its share of them, balanced by bytes, and the rounds in which they are sent bound the memory: a round's share is all that
-lies between the repository and the targets. The group is this module's own, over gloo and CPU memory, so nothing meets the training's
+Each rank reads its share of them, balanced by bytes, and the rounds in which they are sent bound the memory: two shares of a round are all
+that lies between the repository and the targets. The group is this module's own, over gloo and CPU memory, so nothing meets the training's
 collectives; it is made in the manager's constructor, which all ranks call together. Everything else (shards, what a rank kept for itself)
 is read by whoever needs it, as without this.
 
@@ -102,8 +102,10 @@ class Broadcast:
                 ((_, views[number]),) = local_boxes(found[number])
         except Exception as exc:  # noqa: BLE001 - the others hear of it
             error = exc
+        # One for what is read here, one for what comes: the allocator would not give those of every round back.
+        own, other = (torch.empty(_ROUND_NBYTES, dtype=torch.uint8) for _ in range(2))
         for shares in _rounds(source, common, self._coordinator.world_size):
-            failed, error = self._round(source, shares, views, error)
+            failed, error = self._round(source, shares, views, error, own=own, other=other)
             if failed:
                 agree({}, lambda _: {}, error=error)
         if error is not None:
@@ -111,15 +113,24 @@ class Broadcast:
         return found
 
     def _round(
-        self, source: Source, shares: Sequence[Sequence[_Unit]], views: Mapping[int, torch.Tensor], error: BaseException | None
+        self,
+        source: Source,
+        shares: Sequence[Sequence[_Unit]],
+        views: Mapping[int, torch.Tensor],
+        error: BaseException | None,
+        *,
+        own: torch.Tensor,
+        other: torch.Tensor,
     ) -> tuple[bool, BaseException | None]:
-        """Read this rank's share and send all of them around; return whether any rank has failed, and this rank's error."""
+        """Read this rank's share and send all of them around; return whether any rank has failed, and this rank's error.
+
+        `own` and `other` are overwritten: they hold a share each.
+        """
         rank, nbytes = self._coordinator.rank, [max((unit.offset + unit.nbytes for unit in share), default=0) for share in shares]
-        buffer = torch.empty(nbytes[rank], dtype=torch.uint8)
         try:
             for unit in shares[rank] if error is None else ():
                 stored = source.entries[unit.number]
-                source.read_into(stored, unit.box, _part(buffer, unit, stored.dtype))
+                source.read_into(stored, unit.box, _part(own, unit, stored.dtype))
         except Exception as exc:  # noqa: BLE001 - the others hear of it
             error = exc
         try:
@@ -130,7 +141,7 @@ class Broadcast:
             for owner, size in enumerate(nbytes):
                 if not size:
                     continue
-                sent = buffer if owner == rank else torch.empty(size, dtype=torch.uint8)
+                sent = (own if owner == rank else other)[:size]
                 dist.broadcast(sent, src=owner, group=self._group)
                 for unit in shares[owner]:
                     where = (..., *(slice(o, o + n) for o, n in zip(unit.box.offsets, unit.box.sizes, strict=True)))

@@ -7,7 +7,6 @@ the table says is held against what manifests say. Without one, whatever this ra
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from syckpt.objects.box import Box
 from syckpt.objects.commit import Commit
 from syckpt.objects.dtypes import dtype
 from syckpt.objects.entries import renumber
-from syckpt.objects.manifest import Entry, Manifest
+from syckpt.objects.manifest import Alike, Entry, Manifest
 from syckpt.objects.nodes import KeyPath, Node
 from syckpt.repo.reader import Place, Reader
 from syckpt.repo.repository import dropped_error
@@ -53,6 +52,11 @@ class Stored:
     filled: set[tuple[Box, ...]] = field(default_factory=set, repr=False)
     """Boxes (of the global tensor) that `near` is known to fill; there it only gets more."""
     window: Box | None = None
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of `near`."""
+        return tuple([box for box, _, _ in self.near])
 
     @property
     def pieces(self) -> list[tuple[Box, Entry, Place]]:
@@ -110,12 +114,11 @@ class Content:
         self._known: dict[Any, int] = {}
         self._manifests: dict[int, Manifest] = {}
         self._numbers: dict[int, dict[int, int]] = {}
-        self._said: tuple[list[Any], dict[int, int]] = [], {}
+        self._said: tuple[tuple[list[Any], ...], dict[int, int]] = (), {}
         """What a manifest said of its tensors, and which ones they are."""
-        self._told: tuple[bytes, dict[str, Node]] = b"", {}
-        """A manifest's nodes, and the bytes by which they are compared."""
+        self._alike = Alike()
         self._filling: dict[tuple[tuple[Box, ...], ...], bool] = {}
-        """Whether boxes fill others: thousands of tensors have a few dozen shapes."""
+        """Whether boxes fill others, each element once: thousands of tensors have a few dozen shapes."""
         self._items: dict[int, dict[str, Node]] = {}
         reader.check_signed(commit)
         table = reader.repository.read_layouts(commit) if self._world_size > 1 else None
@@ -185,7 +188,7 @@ class Content:
 
     def _open(self, rank: int) -> Manifest:
         """Read a rank's manifest and gather its tensors."""
-        snapshot = self.reader.snapshot(self.commit, rank)
+        snapshot = self.reader.snapshot(self.commit, rank, self._alike)
         manifest = snapshot.manifest
         if self._keeping is not None:
             self._keeping.check_items(manifest)
@@ -194,10 +197,11 @@ class Content:
             if place is not None:
                 stored = self.entries[numbers[index]]
                 # With the path of the first: of hundreds of ranks, the texts are a fifth of the memory.
-                stored.near.append((entry.box or whole(entry.shape), Entry(stored.path, *entry[1:]), place))
+                entry = entry if entry.path is stored.path else Entry(stored.path, *entry[1:])
+                stored.near.append((entry.box or whole(entry.shape), entry, place))
                 stored.near_ranks.append(rank)
         self._numbers[rank] = numbers
-        self._manifests[rank] = manifest = self._sharing(manifest)
+        self._manifests[rank] = manifest = replace(manifest, entries=())
         return manifest
 
     def _numbers_of(self, manifest: Manifest) -> dict[int, int]:
@@ -205,18 +209,11 @@ class Content:
         if manifest.local:
             return self._numbered(manifest)
         # Most ranks say of all tensors what the one before them said: then there is nothing new to find, or to check.
-        said = [(entry.path, entry.dtype, entry.shape) for entry in manifest.entries]
+        entries = manifest.entries
+        said = [entry.path for entry in entries], [entry.dtype for entry in entries], [entry.shape for entry in entries]
         if said != self._said[0]:
             self._said = said, self._numbered(manifest)
         return self._said[1]
-
-    def _sharing(self, manifest: Manifest) -> Manifest:
-        """Return a manifest, its entries being gathered, that shares its nodes with the one before where these are the same."""
-        # As bytes, since to Python 1, 1.0 and True are equal; version 2 writes equal values alike.
-        told = marshal.dumps(manifest.items, 2)
-        if told != self._told[0]:
-            self._told = told, manifest.items
-        return replace(manifest, entries=(), items=self._told[1])
 
     def _numbered(self, manifest: Manifest) -> dict[int, int]:
         numbers: dict[int, int] = {}
@@ -259,13 +256,28 @@ class Content:
     def _fills(self, stored: Stored, boxes: tuple[Box, ...]) -> bool:
         """Whether the boxes that are known fill others."""
         if boxes not in stored.filled:
-            near = tuple([box for box, _, _ in stored.near])
-            if (near, boxes) not in self._filling:
-                self._filling[near, boxes] = _fill(near, boxes)
-            if not self._filling[near, boxes]:
+            near = stored.boxes
+            # Nothing fills an empty box, and yet somebody has it.
+            if not set(boxes) <= set(near) and not (all(box.elements for box in boxes) and self._cover(near, boxes)):
                 return False
             stored.filled.add(boxes)
         return True
+
+    def _cover(self, near: tuple[Box, ...], boxes: tuple[Box, ...]) -> bool:
+        """Whether boxes can be read from others: each element is in one of these, or in several that are the same."""
+        if (near, boxes) not in self._filling:
+            try:
+                plan(near, boxes)
+                self._filling[near, boxes] = True
+            except StateError:
+                self._filling[near, boxes] = False
+        return self._filling[near, boxes]
+
+    def check(self, stored: Stored, boxes: Sequence[Box], *, reader: int = 0) -> None:
+        """Check that those of a tensor's boxes that are known fill these, each element once. Raises: StateError, as `tasks`."""
+        near, wanted = stored.boxes, tuple(boxes)
+        if near != wanted and not self._cover(near, wanted):
+            plan(near, wanted, path=nodes.format_path(stored.path), reader=reader)
 
     def merged(self, *, choose: int | None, partial: list[KeyPath] | None = None) -> tuple[dict[str, Node], list[str]]:
         """Return the items as one structure, and the paths at which ranks differ: there rank `choose` is taken, with None all are kept.
@@ -307,7 +319,7 @@ class Content:
         itemsize = dtype(stored.dtype).itemsize
         path = nodes.format_path(stored.path)
         self.locate(stored, [box for box, _ in targets])
-        regions = plan([box for box, _, _ in stored.near], [box for box, _ in targets], path=path, reader=reader)
+        regions = plan(stored.boxes, [box for box, _ in targets], path=path, reader=reader)
         by_piece: dict[int, list[Region]] = {}
         for region in regions:
             by_piece.setdefault(region.source, []).append(region)
@@ -331,18 +343,6 @@ class Content:
                 copy_block(data, block * BLOCK_NBYTES // itemsize, sizes, region.source_offsets, region.sizes, out=array[where])
 
         return run
-
-
-def _fill(near: Sequence[Box], boxes: Sequence[Box]) -> bool:
-    if set(boxes) <= set(near):
-        return True
-    if not all(box.elements for box in boxes):
-        return False  # Nothing fills it, and yet somebody has it.
-    try:
-        plan(near, boxes)
-    except StateError:
-        return False
-    return True
 
 
 def whole(shape: Sequence[int]) -> Box:

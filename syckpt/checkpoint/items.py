@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from syckpt.checkpoint.moments import Parameters, empty_state, filled_up, of_par
 from syckpt.checkpoint.resharding import Resharded, prepare, settle
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
+from syckpt.checkpoint.taking import names_in, suit, suit_parameters
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects import ids
 from syckpt.objects.nodes import Node
-from syckpt.reshard.merge import named_parameters, without_parameters
 from syckpt.reshard.resharder import is_custom
 from syckpt.state import optimizer as by_parameter
 from syckpt.state.flatten import is_sharded, refuse_tensor, tie_key
@@ -88,6 +88,13 @@ def _read(
 ) -> Any:
     """Return an item's value, read into `live`, or (`as_saved`) as new: then `live` shows its types."""
     return read(source, {name: live}, as_saved=as_saved, report=report, done={name: done}, fetch=fetch)[0][name]
+
+
+def _suit_parameters(source: Source, name: str, names: Iterable[str], notes: list[str]) -> list[str]:
+    left = suit_parameters(source, name, names)
+    if left:
+        notes.append(f"{name}: {len(left)} parameters, which this rank does not have, are left to other ranks")
+    return left
 
 
 def _refuse_flat_shards(item: torch.optim.Optimizer) -> None:
@@ -180,27 +187,37 @@ class Items:
         item = self._items[name]
         return isinstance(item, torch.optim.Optimizer) and _is_named(node) and by_parameter.names_of(item, self._modules()) is None
 
-    def check(self, name: str, source: Source) -> None:
-        """Check that an item fits its state in a commit; nothing is touched, and no tensor read. Raises: StateError."""
-        self._checked(name, source)
+    def check(self, name: str, source: Source) -> list[str]:
+        """Check that an item fits its state in a commit; nothing is touched, and no tensor read. Raises: StateError.
+
+        Returns the paths of the commit that are left to other ranks.
+        """
+        found = self._checked(name, source)
+        return found.unexpected if self.config.spec(name).required else []
 
     def _checked(self, name: str, source: Source) -> LoadReport:
         item = self._items[name]
         template: Any = None
+        left: list[str] = []
         done = self._reshard(name, source, [], dry_run=True)
         if done is not None:
             template = done.target
+        elif isinstance(item, torch.optim.Optimizer):
+            left = self._suit_optimizer(name, item, source, [])
         elif isinstance(item, torch.nn.Module):
             template = _template(item)
         elif isinstance(item, torch.Tensor | np.ndarray):
             template = item
-        return read(source, {name: template}, dry_run=True, done={name: done})[1]
+        report = read(source, {name: template}, dry_run=True, done={name: done})[1]
+        report.unexpected += left
+        return report
 
-    def restore(self, name: str, source: Source, *, fetch: Fetch | None = None) -> list[str]:
+    def restore(self, name: str, source: Source, *, fetch: Fetch | None = None) -> tuple[list[str], list[str]]:
         """Bring an item to its state in a commit: tensors in place, the rest through `load_state_dict`; a plain value is replaced.
 
-        Returns notes for the report. Types that only live values show (dataclasses, enums ...) are those of the item as it is. One that
-        need not be there (`required=False`) and does not fit is left as it is, which is noted. `fetch` is called once at most.
+        Returns notes for the report, and the paths of the commit that are left to other ranks. Types that only live values show
+        (dataclasses, enums ...) are those of the item as it is. One that need not be there (`required=False`) and does not fit is left as
+        it is, which is noted. `fetch` is called once at most.
         Raises: StateError listing everything that does not fit, before anything is touched; IntegrityError; what the item itself raises.
         """
         touched = False
@@ -214,15 +231,15 @@ class Items:
         try:
             why = "; ".join(self._checked(name, source).skipped)
             if not why:
-                return self._restore(name, source, fetch, touch)
+                return self._restore(name, source, fetch, touch)[0], []
         except StateError as exc:
             # An optimizer's problems are found on the way. Behind `touch`, it may be half of what it was.
             if touched:
                 raise
             why = str(exc)
-        return [f"{name} was left as it is: {why}"]
+        return [f"{name} was left as it is: {why}"], []
 
-    def _restore(self, name: str, source: Source, fetch: Fetch | None, touch: Callable[[], None]) -> list[str]:
+    def _restore(self, name: str, source: Source, fetch: Fetch | None, touch: Callable[[], None]) -> tuple[list[str], list[str]]:
         """Restore an item; `touch()` is called before whatever changes it."""
         item = self._items[name]
         report = LoadReport()
@@ -234,11 +251,12 @@ class Items:
 
         taken = partial(_read, source, name, report=report, fetch=fetched)
         notes: list[str] = []
+        left: list[str] = []
         done = self._reshard(name, source, notes, touch=touch)
         if done is not None:
             self._take(name, item, taken(done.target, done=done))
         elif isinstance(item, torch.optim.Optimizer):
-            self._restore_optimizer(name, item, source, notes, fetch, touch)
+            left = self._restore_optimizer(name, item, source, notes, fetch, touch)
         elif isinstance(item, torch.nn.Module):
             value = taken(_template(item))
             touch()
@@ -260,7 +278,7 @@ class Items:
             self._items[name] = taken(item)
         else:
             self._items[name] = taken(item, as_saved=True)
-        return notes + report.notes
+        return notes + report.notes, left + report.unexpected
 
     def _reshard(
         self, name: str, source: Source, notes: list[str], *, dry_run: bool = False, touch: Callable[[], None] = lambda: None
@@ -269,6 +287,10 @@ class Items:
         item, spec = self._items[name], self.config.spec(name)
         resharder = spec.resharder
         done: Resharded | None = None
+        if isinstance(item, torch.nn.Module):
+            suit(source, name, partial(_template, item))
+        elif is_stateful(item) and not isinstance(item, torch.optim.Optimizer):
+            suit(source, name, item.state_dict)
         if resharder is not None and is_custom(resharder):
             done = prepare(source, name, resharder, self._state(item), notes, dry_run=dry_run, touch=touch)
         notes += settle(source, name, spec, done, item, is_object=is_stateful(item))
@@ -283,17 +305,14 @@ class Items:
         else:
             self._items[name] = value
 
-    def _leave_others(self, name: str, source: Source, names: Mapping[int, str], notes: list[str]) -> None:
-        """On another number of ranks, leave alone parameters that are not this rank's, where only some ranks had them (pipeline stages)."""
-        if source.same_size or not source.has_others or source.content.is_common(name):
-            return
-        groups = source.content.groups(name)
-        saved = [set(named_parameters(source.content.items[group[0]][name]) or ()) for group in groups]
-        common = set.intersection(*saved) if sum(map(len, groups)) == source.commit.world_size else set()
-        others = set.union(*saved) - common - set(names.values())
-        if others:
-            source.show(name, without_parameters(source.node(name), others))
-            notes.append(f"{name}: {len(others)} parameters, which only some of the ranks had, are left to other ranks")
+    def _names_of(self, name: str, item: torch.optim.Optimizer, source: Source) -> dict[int, str] | None:
+        """Return the names that an optimizer's parameters have in a commit, by their ids; None where it counts them."""
+        return by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
+
+    def _suit_optimizer(self, name: str, item: torch.optim.Optimizer, source: Source, notes: list[str]) -> list[str]:
+        """See an optimizer's state as its parameters on this rank need it; return the paths that are left to other ranks."""
+        names = by_parameter.names_of(item, self._modules())
+        return [] if names is None else _suit_parameters(source, name, names.values(), notes)
 
     def _restore_optimizer(
         self,
@@ -303,10 +322,10 @@ class Items:
         notes: list[str],
         fetch: Fetch | None,
         touch: Callable[[], None],
-    ) -> None:
-        names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
-        if names is not None:
-            self._leave_others(name, source, names, notes)
+    ) -> list[str]:
+        """Restore an optimizer; returns the paths that are left to other ranks."""
+        left = self._suit_optimizer(name, item, source, notes)
+        names = self._names_of(name, item, source)
         # Read afresh: the optimizer adopts the tensors, and most of its state does not exist yet. What belongs to a sharded parameter is
         # read in its layout.
         saved = _read(source, name, self._sharded_state(source, name, item), fetch=fetch)
@@ -314,7 +333,7 @@ class Items:
         if not _is_named(source.node(name)):
             touch()
             by_parameter.load_exact(item, saved)
-            return
+            return left
         if names is None:
             raise StateError(
                 f"item {name!r}: its state was saved by parameter name, but the module that holds its parameters is not registered:"
@@ -323,6 +342,7 @@ class Items:
         state = by_parameter.by_index(saved, item, names)
         touch()
         by_parameter.load_exact(item, state)
+        return left
 
     def _sharded_state(self, source: Source, name: str, item: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Return a template that holds, for each state tensor shaped like its sharded parameter, an empty one of the parameter's layout."""
@@ -334,12 +354,22 @@ class Items:
     def _parameters(self, source: Source, name: str, item: torch.optim.Optimizer) -> Parameters:
         """Return how to tell an optimizer's parameter by the key of its state in a commit."""
         params = [param for group in item.param_groups for param in group["params"]]
-        names = by_parameter.names_of(item, self._modules()) if _is_named(source.node(name)) else None
+        names = self._names_of(name, item, source)
         return of_parameters({(names[id(param)] if names else number): param for number, param in enumerate(params)})
 
-    def templates(self, source: Source, into: Mapping[str, Any], *, partial: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return what a commit is read into in place of the caller's targets: with optimizer state that is still to be made."""
+    def templates(
+        self, source: Source, into: Mapping[str, Any], notes: list[str], *, partial: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Return what a commit is read into in place of the caller's targets: with optimizer state that is still to be made.
+
+        Items are seen as these need them. What an optimizer's state dict leaves to other ranks is noted.
+        """
         found = {name: self.template(name, live) for name, live in into.items()}
+        for name, template in found.items():
+            if name in source.names:
+                suit(source, name, lambda template=template: template)  # type: ignore[misc]
+                if (names := names_in(template)) is not None:
+                    _suit_parameters(source, name, names, notes)
         modules = {name: dict(module.named_parameters()) for name, module in self._modules().items() if name not in into}
         elsewhere = of_targets({**modules, **into})
         for name in [name for name in found if name in source.names and not self.has_resharder(name)]:

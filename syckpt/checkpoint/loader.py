@@ -7,7 +7,7 @@ raises, and a target then holds old or exact values, never wrong ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as partial_
 from typing import Any, TypeAlias
@@ -21,7 +21,6 @@ from syckpt.checkpoint.specs import Config, ItemSpec
 from syckpt.checkpoint.torn import filling
 from syckpt.errors import IntegrityError, StateError
 from syckpt.objects import nodes
-from syckpt.objects.commit import Commit
 from syckpt.repo import history, signing
 from syckpt.repo.reader import Place, Reader
 from syckpt.repo.repository import Repository
@@ -167,21 +166,31 @@ def _require_blobs(source: Source, numbers: Iterable[int]) -> None:
     """See to it that the blobs of tensors that were located are there, in their sizes. Raises: IntegrityError naming all that are not."""
     reader = source.content.reader
 
-    def absent(places: Iterable[Place]) -> list[bool]:
-        """Say of each place whether a blob that it needs is not there."""
-        needed = [[place.blob] if place.base is None else [place.blob, place.base.blob] for place in places]
-        lost = reader.repository.absent_blobs((blob.key, blob.size) for blobs in needed for blob in blobs)
-        return [any(blob.key in lost for blob in blobs) for blobs in needed]
+    def lost(places: Iterable[Place]) -> Container[str]:
+        """Return the keys of those blobs that places need and that are not there."""
+        needed: set[tuple[str, int]] = set()
+        for place in places:
+            needed.add((place.blob.key, place.blob.size))
+            if place.base is not None:
+                needed.add((place.base.blob.key, place.base.blob.size))
+        return reader.repository.absent_blobs(needed)
 
-    near = [(stored.path, place) for stored in map(source.entries.__getitem__, numbers) for _, _, place in stored.near]
-    near = [found for found, is_absent in zip(near, absent(place for _, place in near), strict=True) if is_absent]
+    def needs(place: Place, keys: Container[str]) -> bool:
+        return place.blob.key in keys or (place.base is not None and place.base.blob.key in keys)
+
+    entries = [source.entries[number] for number in numbers]
+    absent = lost(place for stored in entries for _, _, place in stored.near)
+    if not absent:
+        return
+    near = [(stored.path, place) for stored in entries for _, _, place in stored.near if needs(place, absent)]
     # Repack may have moved the bytes, and deleted the blob, since the locations were read.
     for place in {place.owner: place for _, place in near}.values():
         reader.moved(place)
-    still = absent(reader.place_of(place.owner, place.number) for _, place in near)
+    moved = [reader.place_of(place.owner, place.number) for _, place in near]
+    absent = lost(moved)
     wrong: dict[str, str] = {}
-    for (path, place), is_absent in zip(near, still, strict=True):
-        if is_absent:
+    for (path, place), newer in zip(near, moved, strict=True):
+        if needs(newer, absent):
             wrong.setdefault(place.blob.key, nodes.format_path(path))
     if wrong:
         found = "; ".join(f"{key} (of {path})" for key, path in wrong.items())
@@ -281,7 +290,8 @@ def _fit_all(
             report.cast += found.cast
             report.notes += found.notes
             if found.unexpected:
-                report.notes.append(f"{name}: {len(found.unexpected)} paths of the commit are not in it (not required): {_some(found.unexpected)}")
+                paths = f"{len(found.unexpected)} paths of the commit are not in it (not required): {_some(found.unexpected)}"
+                report.notes.append(f"{name}: {paths}")
     return plans
 
 

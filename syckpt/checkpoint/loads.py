@@ -13,6 +13,7 @@ from syckpt.checkpoint.broadcast import Broadcast
 from syckpt.checkpoint.items import Items
 from syckpt.checkpoint.loader import LoadReport
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.taking import Taking, agree_on_taking
 from syckpt.dist.coordinator import Coordinator
 from syckpt.objects.commit import Commit
 
@@ -39,23 +40,30 @@ class Loads:
         targets: dict[str, Any] | None = None
         values: dict[str, Any] = {}
         done: Any = None
+        taking: Taking | None = None
         notes: list[str] = []
         for step in self._steps(into, dry_run=dry_run):
             error: Exception | None = None
             try:
                 if source is None:
                     source = self._open(commit, all_ranks=into is None)
-                    targets = None if into is None else self._items.templates(source, into, partial=how.get("partial"))
+                    targets = None if into is None else self._items.templates(source, into, notes, partial=how.get("partial"))
                 if step == "reshard":
                     done = loader.reshard(source, targets or {}, notes, partial=how.get("partial"))
                 else:
                     fetch = self._broadcast.fetcher(source, topic=_TOPIC) if self._broadcast is not None and step == "read" else None
                     values, _ = loader.read(source, targets, **how, dry_run=step == "check", report=report, done=done, fetch=fetch)
+                    taking = taking or _taking(source, targets, report)
             except Exception as exc:
                 if self._broadcast is not None and self._broadcast.told(exc):
                     raise  # On all ranks, by the agreement that the others of this step meant.
                 error = exc
-            self._coordinator.barrier(_TOPIC, error=error, at=f"{commit.id}, {step}")
+            at = f"{commit.id}, {step}"
+            if step == "check":
+                strict = how.get("strict", True) and how.get("partial") is None
+                agree_on_taking(self._coordinator, _TOPIC, taking, sorted(into or ()), strict=strict, error=error, at=at)
+            else:
+                self._coordinator.barrier(_TOPIC, error=error, at=at)
         report.notes += notes
         if into is None or targets is None:
             return values
@@ -66,3 +74,11 @@ class Loads:
         if dry_run:
             return ("check",)
         return ("check", "reshard", "read") if into is not None and loader.reshards(self._items.config) else ("check", "read")
+
+
+def _taking(source: Source, targets: Mapping[str, Any] | None, report: LoadReport) -> Taking:
+    """Return what this rank takes, by the report of its check."""
+    taking = Taking(source)
+    for name in source.names if targets is None else source.names & targets.keys():
+        taking.add(name, [path for path in report.unexpected if path == name or path.startswith(f"{name}/")])
+    return taking

@@ -23,6 +23,7 @@ from syckpt.checkpoint.loader import Fetch, LoadReport
 from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resume import WAYS_ON, newest_whole
 from syckpt.checkpoint.source import Source
+from syckpt.checkpoint.taking import Taking
 from syckpt.dataloader import StatefulSampler
 from syckpt.dataloader.seeded import is_seeded
 from syckpt.dist.coordinator import Coordinator
@@ -68,6 +69,8 @@ class Resumption:
         """What resharders of items raised on this rank, until all ranks hear of it."""
         self._left: set[str] = set()
         """Items that were unregistered."""
+        self.taking: Taking | None = None
+        """What this rank took of the commit since ranks last agreed that nothing is left which none of them takes."""
         self._settled = False
         self._afresh = False
         self._early = False
@@ -101,6 +104,7 @@ class Resumption:
     def take_over(self, commit: Commit, *, afresh: bool = False) -> None:
         """Go on from a commit: its counters now, its items as they are registered. `afresh`: counters and streams begin anew."""
         self._source = source = self.open(commit)
+        self.taking = Taking(source)
         self._deferred, self._early, self.damage = [], False, None
         self._failures.clear()
         self._afresh = afresh
@@ -156,6 +160,8 @@ class Resumption:
         """An item was unregistered. Another one of its name that comes after further steps is not of the resumed commit's state."""
         self._left.add(name)
         self._failures.pop(name, None)
+        if self.taking is not None:
+            self.taking.drop(name)
         if name in self._deferred:
             self._deferred.remove(name)
 
@@ -183,8 +189,12 @@ class Resumption:
 
     def _restore_item(self, name: str, source: Source, fetch: Fetch | None = None) -> None:
         with self._reported(source):
-            notes = self._items.restore(name, source, fetch=fetch)
+            notes, left = self._items.restore(name, source, fetch=fetch)
         self.report.notes += notes
+        known = set(self.report.unexpected)
+        self.report.unexpected += [path for path in left if path not in known]
+        if self.taking is not None:
+            self.taking.add(name, left)
         for note in notes:
             _log.info("resuming from commit %s: %s", source.commit.id, note)
 
@@ -205,17 +215,32 @@ class Resumption:
         _log.error("resuming from the older commit %s (step %d) instead", commit.id, commit.step)
         self._restore_all(commit, afresh=self._afresh, call=call)
 
-    def check(self, commit: Commit) -> None:
-        """Check that every registered item fits its state in a commit; nothing is touched. Raises: StateError listing what does not."""
+    def all_taken(self) -> None:
+        """Ranks agreed that what this one left is another's."""
+        if self._source is not None:
+            self.taking = Taking(self._source)
+
+    @property
+    def registered(self) -> list[str]:
+        """Names of the items that this rank has, in order."""
+        return sorted(self._items.names())
+
+    def check(self, commit: Commit) -> Taking:
+        """Check that every registered item fits its state in a commit; nothing is touched. Returns what this rank would take.
+
+        Raises: StateError listing what does not fit.
+        """
         source = self.open(commit)
+        taking = Taking(source)
         problems = []
         for name in [name for name in self._items.names() if name in source.names]:
             try:
-                self._items.check(name, source)
+                taking.add(name, self._items.check(name, source))
             except StateError as exc:
                 problems.append(str(exc))
         if problems:
             raise StateError("\n".join(problems))
+        return taking
 
     def go_to(self, commit: Commit, *, call: str) -> None:
         """Bring every registered item to a commit that was asked for, never another. Raises: StateError, IntegrityError."""

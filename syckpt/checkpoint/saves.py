@@ -19,6 +19,7 @@ from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.sharding import Declared, declare
 from syckpt.checkpoint.share import Facts, Replicas, Sharing, whole
 from syckpt.checkpoint.specs import Config
+from syckpt.checkpoint.taking import refuse_other_items, refuse_untaken, united
 from syckpt.checkpoint.torn import refuse_torn
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, CoordinationError, StateError, SyckptError, from_wire, to_wire
@@ -117,6 +118,8 @@ class Saves:
             "schema": capture.facts.schema if capture else "",
             "replicas": capture.replicas.summary if capture else {},
             "names": [request.name, *capture.tags] if capture else [],
+            "items": sorted(capture.flat.nodes) if capture else [],
+            "left": self._resumption.taking.left if self._resumption.taking is not None else [],
             "config": hyper.hash(),
             "layouts": {item: layout[:2] for item, layout in capture.layouts.items()} if capture else {},
             "damage": self._fears_damage(),
@@ -125,6 +128,12 @@ class Saves:
         }
         decide = partial(self._decide, name=request.name, tags=capture.tags if capture else (), hyper=hyper)
         verdict = self._coordinator.agree("save()", mine, decide, error=error, at=self._at)
+        if verdict["left"]:
+            # Of items that were registered since the branch was opened.
+            assert self._resumption.taking is not None
+            refuse_untaken(self._coordinator, "save()", self._resumption.taking, verdict["left"], at=self._at)
+            self._resumption.all_taken()
+            verdict = self._coordinator.agree("save()", {**mine, "left": []}, decide, at=self._at)
         if verdict["failed"]:
             self._ledger.told(verdict["failed"]["commits"])
             raise from_wire(verdict["failed"]["error"])
@@ -148,7 +157,11 @@ class Saves:
     def prewarm(self, payload: Mapping[str, Any] | None) -> None:
         """Make the memory that a save needs, and wait until the writer is ready. Collective. Raises: as `make`."""
         capture, error = self._capture(Request(None, payload, None, "", (), None, time.perf_counter()))
-        mine = {"schema": capture.facts.schema if capture else "", "replicas": capture.replicas.summary if capture else {}}
+        mine = {
+            "items": sorted(capture.flat.nodes) if capture else [],
+            "schema": capture.facts.schema if capture else "",
+            "replicas": capture.replicas.summary if capture else {},
+        }
         verdict = self._coordinator.agree("prewarm()", mine, _sameness, error=error, at=self._at)
         assert capture is not None
         self._saver.prewarm(self._parts(capture, verdict))
@@ -242,8 +255,10 @@ class Saves:
 
     def _decide(self, values: Sequence[dict[str, Any]], *, name: str | None, tags: Sequence[str], hyper: HyperConfig) -> dict[str, Any]:
         """Rank 0: whether all ranks save the same thing, and under which id."""
+        if left := united(value["left"] for value in values):
+            return {"left": left}
         if failed := _failures(values):
-            return {"failed": failed}
+            return {"left": [], "failed": failed}
         for field_name in ("step", "names", "config"):
             if len({str(value[field_name]) for value in values}) > 1:
                 found = ", ".join(f"rank {rank}: {value[field_name]}" for rank, value in enumerate(values))
@@ -267,7 +282,7 @@ class Saves:
             nonce=secrets.token_bytes(16),
         )
         skip, afresh = bool(busy) and self._when_busy == "skip", any(value["damage"] for value in values)
-        return {"id": commit, "failed": None, "skip": skip, "afresh": afresh, **_sameness(values)}
+        return {"id": commit, "left": [], "failed": None, "skip": skip, "afresh": afresh, **_sameness(values)}
 
     def _check_names(self, name: str | None, tags: Sequence[str], *, branch: str) -> None:
         taken = [("names", name, "commit")] if name is not None else []
@@ -296,7 +311,11 @@ def _refuse_other_layouts(values: Sequence[dict[str, Any]]) -> None:
 
 
 def _sameness(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return whether all ranks have the same structure, and the same values where they should be the same."""
+    """Return whether all ranks have the same structure, and the same values where they should be the same.
+
+    Raises: CoordinationError for items that only some of them have.
+    """
+    refuse_other_items([value["items"] for value in values])
     digests = {(place, digest) for value in values for place, digest in value["replicas"].items()}
     first: dict[str, int] = {}
     for rank, value in enumerate(values):

@@ -218,18 +218,18 @@ class Source:
             boxes = [_whole(stored)] if target is None else [box for box, _ in _boxes(stored, target)]
             self.content.locate(stored, boxes)
             self._note(stored, boxes)
-            if check and [box for box, _, _ in stored.near] != boxes:
-                self._plan(stored, tuple(boxes))
+            if check:
+                self.content.check(stored, boxes, reader=self.rank)
 
     def _note(self, stored: Stored, boxes: Sequence[Box]) -> None:
-        if not set(boxes) <= {box for box, _, _ in stored.near}:
+        if not set(boxes) <= set(stored.boxes):
             self._resharded[nodes.format_path(stored.path)] = stored, tuple(boxes)
 
     def _plan(self, stored: Stored, boxes: tuple[Box, ...]) -> LoadPlan:
         path = nodes.format_path(stored.path)
         slices = []
         self.content.locate(stored, boxes)
-        for region in plan([box for box, _, _ in stored.near], boxes, path=path, reader=self.rank):
+        for region in plan(stored.boxes, boxes, path=path, reader=self.rank):
             offsets = zip(boxes[region.target].offsets, region.target_offsets, strict=True)
             slices.append(LoadSlice(stored.near_ranks[region.source], Box(tuple(a + b for a, b in offsets), region.sizes)))
         shape = stored.near[0][1].shape if stored.near else stored.shape

@@ -15,6 +15,7 @@ from syckpt.checkpoint.progress import Progress
 from syckpt.checkpoint.resumption import Resumption
 from syckpt.checkpoint.saver import PendingCommit, Saver
 from syckpt.checkpoint.start import Seat
+from syckpt.checkpoint.taking import Taking, agree_on_taking, refuse_other_items, refuse_untaken, united
 from syckpt.dist.coordinator import Coordinator
 from syckpt.errors import ConflictError, CoordinationError, IntegrityError, StateError
 from syckpt.objects import ids
@@ -75,7 +76,7 @@ class Standing:
         if self.taken:
             self._resumption.settle()
             return
-        hold = Hold(**self._agree(f"opening branch {self.branch!r}", self._take)["hold"])
+        hold = Hold(**self._agree(f"opening branch {self.branch!r}", self._take, settles=True)["hold"])
         if hold.tip != self._seat.start.tip and self._seat.follows_any_tip:
             self._ledger.stand_on(hold.tip)
         self._resumption.finish()
@@ -87,17 +88,30 @@ class Standing:
         receipts.discard(self._repository, hold.branch)
         return {"hold": asdict(hold)}
 
-    def _agree(self, call: str, decide: Callable[[], _Decision], *, at: str = "", check: Callable[[], object] = lambda: None) -> _Decision:
+    def _agree(
+        self,
+        call: str,
+        decide: Callable[[], _Decision],
+        *,
+        at: str = "",
+        check: Callable[[], object] = lambda: None,
+        settles: bool = False,
+    ) -> _Decision:
         """Settle the resume on all ranks, from an older commit as long as any of them meets damage; then return rank 0's decision.
 
-        `at` are the caller's arguments, the same on all ranks; `check` raises for those that are wrong.
+        `at` are the caller's arguments, the same on all ranks; `check` raises for those that are wrong. `settles`: what is registered must
+        have the same names on all ranks, and what one of them left of the commit must be another's.
         """
         resumption = self._resumption
 
         def settled(values: Sequence[dict[str, Any]]) -> _Decision:
             _refuse_other_arguments(call, [value["at"] for value in values])
             older = resumption.older([f"rank {rank}: {value['damage']}" for rank, value in enumerate(values) if value["damage"]])
-            return {"resume": older.id} if older is not None else {"resume": None, **decide()}
+            if older is not None:
+                return {"resume": older.id}
+            refuse_other_items([value["items"] for value in values])
+            left = united(value["left"] for value in values)
+            return {"resume": None, "left": left, **({} if left else decide())}
 
         while True:
             error: Exception | None = None
@@ -110,10 +124,20 @@ class Standing:
                     self._ledger.raise_failure()
             except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks hear of it
                 error = exc
-            mine = {"damage": resumption.damage, "at": at}
+            mine = {
+                "damage": resumption.damage,
+                "at": at,
+                "items": resumption.registered if settles else [],
+                "left": resumption.taking.left if settles and resumption.taking is not None else [],
+            }
             verdict = self._coordinator.agree(call, mine, settled, error=error, at=at)
-            if verdict["resume"] is None:
+            if verdict["resume"] is None and not verdict["left"]:
                 return verdict
+            if verdict["resume"] is None:
+                assert resumption.taking is not None
+                refuse_untaken(self._coordinator, call, resumption.taking, verdict["left"], at=at)
+                resumption.all_taken()
+                continue
             self._torn = "resuming from an older commit failed"
             try:
                 self._together(resumption.restore_all_from, verdict["resume"], call=call, at="an older commit")
@@ -317,7 +341,13 @@ class Standing:
 
     def _check(self, commit: str, *, call: str) -> None:
         """Check on every rank that what is registered fits a commit: before anything is made, moved or touched."""
-        self._together(lambda commit, call: self._resumption.check(commit), commit, call=call, at="check")
+        error: Exception | None = None
+        taking: Taking | None = None
+        try:
+            taking = self._resumption.check(self._repository.read_commit(commit))
+        except Exception as exc:  # noqa: BLE001 - the other ranks hear of it
+            error = exc
+        agree_on_taking(self._coordinator, call, taking, self._resumption.registered, error=error, at="check")
 
     def _restore(self, commit: str, *, call: str) -> None:
         """Restore everything that is registered, on every rank."""

@@ -71,6 +71,7 @@ class Taking:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._left: dict[str, list[str]] = {}
+        self.commit = source.commit.id
 
     def add(self, name: str, left: Iterable[str]) -> None:
         """This rank takes an item, but for what is left."""
@@ -139,8 +140,8 @@ def refuse_untaken(coordinator: Coordinator, call: str, taking: Taking, left: Se
         untaken = [path for number, path in enumerate(left) if not taken >> number & 1]
         if untaken:
             raise StateError(
-                f"the commit has more than this job: {len(untaken)} unexpected in the commit, which no rank has a use for:"
-                f" {_some(untaken)}; load(rev, into=..., strict=False) takes what fits"
+                f"commit {taking.commit} does not fit this job: {len(untaken)} unexpected in the commit, which no rank has a use for:"
+                f" {_some(untaken)}. ckpt.load(rev, into=..., strict=False) takes what fits; a manager with auto_resume=False starts afresh"
             )
         return {}
 
@@ -150,7 +151,7 @@ def refuse_untaken(coordinator: Coordinator, call: str, taking: Taking, left: Se
         bits = taking.takes(left)
     except Exception as exc:  # noqa: BLE001 - the others hear of it
         error = exc
-    coordinator.agree(call, {"taken": bits}, decide, error=error, at=f"{at}: what is left to others")
+    coordinator.agree(call, {"taken": bits}, decide, error=error, at=f"{at}, what is left to others" if at else "what is left to others")
 
 
 def refuse_other_items(items: Sequence[Sequence[str]]) -> None:

@@ -50,7 +50,7 @@ def command(
     \b
     Examples:
       syckpt retain --last 5 --best 3 --dry-run     what would go?
-      syckpt retain --last 5 --best 3 --maximize    let it go; the best metric is the highest
+      syckpt retain --last 5 --best 3 --maximize    let it go; highest is best
       syckpt retain wide --every-steps 1000         of another branch
     """
     from syckpt.repo.retention import Retention, retain

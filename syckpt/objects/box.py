@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from syckpt.errors import StateError
 
 __all__ = ["Box"]
 
 
-@dataclass(frozen=True)
-class Box:
-    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor, per dimension d."""
-
+class _Corners(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.sizes) or any(n < 0 for n in (*self.offsets, *self.sizes)):
-            raise StateError(f"not a box: offsets {self.offsets}, sizes {self.sizes}")
 
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Yield offsets and sizes: `offsets, sizes = box`."""
-        yield self.offsets
-        yield self.sizes
+class Box(_Corners):
+    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor, per dimension d; `offsets, sizes = box`."""
+
+    # A tuple, since hundreds of thousands are hashed and compared to plan a load.
+    __slots__ = ()
+
+    def __new__(cls, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+        if len(offsets) != len(sizes) or (sizes and (min(offsets) < 0 or min(sizes) < 0)):
+            raise StateError(f"not a box: offsets {offsets}, sizes {sizes}")
+        return super().__new__(cls, offsets, sizes)
 
     @property
     def elements(self) -> int:

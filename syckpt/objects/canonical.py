@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +12,7 @@ from blake3 import blake3
 
 from syckpt.errors import FormatError, IntegrityError, StateError
 
-__all__ = ["MAX_DOCUMENT_NBYTES", "MAX_SAFE_INT", "dumps", "loads", "seal", "unseal"]
+__all__ = ["MAX_DOCUMENT_NBYTES", "MAX_SAFE_INT", "dumps", "loads", "loads_canonical", "seal", "unseal"]
 
 MAX_DOCUMENT_NBYTES = 256 << 20
 MAX_SAFE_INT = 2**53 - 1
@@ -105,8 +106,8 @@ def loads(data: bytes) -> Any:
     return json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_int=_integer, parse_float=_float, parse_constant=_refuse)
 
 
-def _loads_canonical(text: bytes) -> Any:
-    """Parse canonical JSON. Raises: ValueError, or RecursionError."""
+def loads_canonical(text: bytes) -> Any:
+    """Parse canonical JSON. Raises: ValueError for any other text, RecursionError."""
     _check_size(text)
     # Several times as fast as `loads`: what else that refuses does not come back as the same text either. A duplicate key is lost; NaN and
     # infinities are refused.
@@ -133,10 +134,12 @@ def seal(body: dict[str, Any]) -> tuple[bytes, str]:
     return b'{"body":' + text + b',"seal":"' + mark.encode() + b'"}\n', mark
 
 
-def unseal(data: bytes, *, key: str, kind: str, seal: str | None = None) -> tuple[dict[str, Any], str]:
+def unseal(
+    data: bytes, *, key: str, kind: str, seal: str | None = None, parse: Callable[[bytes], Any] = loads_canonical
+) -> tuple[dict[str, Any], str]:
     """Check a sealed document and return its body and seal.
 
-    `key` names it in errors; `seal`, when given, is what whoever points here expects.
+    `key` names it in errors; `seal`, when given, is what whoever points here expects. `parse` does as `loads_canonical`.
     Raises: IntegrityError (damaged, or another document than expected), FormatError (a newer version).
     """
     tail = b',"seal":"'
@@ -151,7 +154,7 @@ def unseal(data: bytes, *, key: str, kind: str, seal: str | None = None) -> tupl
     if seal is not None and seal != actual:
         raise IntegrityError(f"{key}: another document than expected: seal {actual[:16]}.., expected {seal[:16]}..")
     try:
-        body = _loads_canonical(text)
+        body = parse(text)
     except (ValueError, RecursionError) as exc:
         raise IntegrityError(f"{key}: malformed: {exc}") from exc
     if not isinstance(body, dict) or body.get("kind") != kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from syckpt.errors import IntegrityError
 from syckpt.objects import address as addresses
@@ -27,8 +27,7 @@ class BlobRecord:
     header_digest: bytes
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """How one tensor's bytes lie in a blob.
 
     `offset` and `length` in bytes of the file; `nbytes` raw; `blocks` are stored lengths (empty unless coded with more than one

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import marshal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -19,9 +18,11 @@ from syckpt.objects.dtypes import DTYPES, Dtype, dtype
 from syckpt.objects.entries import entries_in, renumber
 from syckpt.objects.ids import is_file_path
 
-__all__ = ["Entry", "Manifest", "read_path", "read_shape"]
+__all__ = ["Alike", "Entry", "Manifest", "read_path", "read_shape"]
 
 PathKey = Any  # a string, an integer, or {"key": text}
+_Known = tuple[Sequence[tuple[PathKey, ...]], Sequence[tuple[int, ...]]]
+"""Paths and shapes of entries, checked."""
 
 
 class Entry(NamedTuple):
@@ -49,6 +50,48 @@ class Entry(NamedTuple):
     def nbytes(self) -> int:
         """Raw bytes of those values."""
         return prod(self.sizes) * DTYPES[self.dtype].itemsize
+
+
+class Alike:
+    """What the manifests of a commit have in common with the one that was read before: parsed, checked and kept once.
+
+    Thousands of ranks say the same of their items, and of paths and shapes. Their texts are compared. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._head = self._tail = b""
+        """The body's text up to its items, and from the column of paths on."""
+        self._around: dict[str, Any] = {}
+        self._columns: dict[str, Any] = {}
+        self._paths: list[tuple[PathKey, ...]] = []
+        self._shapes: list[tuple[int, ...]] = []
+
+    def parse(self, text: bytes) -> Any:
+        """Do as `canonical.loads_canonical` for a manifest's body; what is known comes back as the same objects."""
+        begin, end = len(self._head), len(text) - len(self._tail)
+        if not (self._head and begin < end and text.startswith(self._head) and text.endswith(self._tail)):
+            return canonical.loads_canonical(text)
+        rest = canonical.loads_canonical(b"{" + text[begin:end] + b"}}")
+        columns = rest.get("tensors")
+        # Keys must stand in order with those that are known, and the last brace but one be that of the columns.
+        if not (isinstance(columns, dict) and columns and max(columns) < "path" and min(rest) > "items" and max(rest) == "tensors"):
+            return canonical.loads_canonical(text)
+        return {**self._around, **rest, "tensors": {**columns, **self._columns}}
+
+    def known(self, items: Any, paths: Any, shapes: Any) -> _Known | None:
+        """Return paths and shapes as entries have them, if these parts of a body are those of the one before."""
+        around, columns = self._around, self._columns
+        is_known = around and items is around["items"] and paths is columns["path"] and shapes is columns["shape"]
+        return (self._paths, self._shapes) if is_known else None
+
+    def learn(self, body: dict[str, Any], entries: Sequence[Entry]) -> None:
+        """Take what there is to know from a body that was found good."""
+        self._around = {name: body[name] for name in ("items", "version", "world_size")}
+        self._columns = {name: body["tensors"][name] for name in ("path", "shape")}
+        self._paths, self._shapes = [entry.path for entry in entries], [entry.shape for entry in entries]
+        items, *last = (canonical.dumps({name: value})[1:-1] for name, value in self._around.items())
+        self._head = b"{" + items + b","
+        self._tail = b"," + canonical.dumps(self._columns)[1:] + b"," + b",".join(last) + b"}"
 
 
 @dataclass(frozen=True)
@@ -102,44 +145,43 @@ class Manifest:
         }
 
     @staticmethod
-    def from_body(body: dict[str, Any], *, where: str) -> Manifest:
-        """Read a manifest's body. Raises: IntegrityError, FormatError (an unknown dtype)."""
+    def from_body(body: dict[str, Any], *, where: str, alike: Alike | None = None) -> Manifest:
+        """Read a manifest's body; `alike` parsed it. Raises: IntegrityError, FormatError (an unknown dtype)."""
         fields = Fields(body, where=where)
+        items, rng = fields.mapping("items"), fields.raw("rng")
         columns = fields.columns("tensors", "path", "dtype", "shape", "box", "address")
-        entries = _entries(fields, columns)
+        known = None if alike is None else alike.known(items, columns[0], columns[2])
+        entries = _entries(fields, columns, known)
         _check_paths(fields, entries)
-        _check_nodes(fields, fields.mapping("items"), fields.raw("rng"), len(entries))
+        _check_nodes(fields, [rng] if known else [rng, *items.values()], len(entries))
         local = fields.mapping("tensors").get("local", [])
         if not isinstance(local, list) or any(type(index) is not int or not 0 <= index < len(entries) for index in local):
             fields.fail("'local' is not a list of entries")
-        return Manifest(
+        found = Manifest(
             rank=fields.integer("rank"),
             world_size=fields.integer("world_size", least=1),
             entries=entries,
-            items=fields.mapping("items"),
-            rng=fields.raw("rng"),
+            items=items,
+            rng=rng,
             local=frozenset(local),
             layouts=_layouts(fields, body.get("layouts", {})),
             sharding=_sharding(fields, body.get("sharding", {})),
         )
+        if alike is not None and not known:
+            alike.learn(body, entries)
+        return found
 
 
 _MAX_ELEMENTS = 1 << 50
-_sound = ""
-"""What `_check_nodes` found whole last, as a digest: thousands of ranks say the same of their items."""
 
 
-def _check_nodes(fields: Fields, items: dict[str, Any], rng: Any, entries: int) -> None:
-    """Check the form of all nodes, before anything takes one apart or looks an entry up."""
-    global _sound
-    # As bytes, since to Python 1, 1.0 and True are equal; version 2 writes equal values alike.
-    told = canonical.digest_of(marshal.dumps([entries, items], 2))
+def _check_nodes(fields: Fields, roots: Sequence[Any], entries: int) -> None:
+    """Check the form of nodes, before anything takes one apart or looks an entry up."""
     try:
-        for node in [rng] if told == _sound else [rng, *items.values()]:
+        for node in roots:
             nodes.check(node, entries=entries)
     except IntegrityError as exc:
         raise IntegrityError(f"{fields.where}: {exc}") from exc
-    _sound = told
 
 
 def _check_paths(fields: Fields, entries: Sequence[Entry]) -> None:
@@ -212,34 +254,52 @@ def _address(text: Any) -> bytes:
     return digest
 
 
-def _entries(fields: Fields, columns: Sequence[Sequence[Any]]) -> tuple[Entry, ...]:
+def _entries(fields: Fields, columns: Sequence[Sequence[Any]], known: _Known | None) -> tuple[Entry, ...]:
+    paths, names, shapes, boxes, texts = columns
     try:
-        return _plain_entries(*columns)
+        return _plain_entries(*(known or _plain(paths, shapes)), names, boxes, texts)
     except (ValueError, TypeError, FormatError):
         # Row by row: what is rare, and to say what is wrong.
         return tuple(_entry(fields, *row) for row in zip(*columns, strict=True))
 
 
-def _plain_entries(paths: Any, names: Any, shapes: Any, boxes: Any, texts: Any) -> tuple[Entry, ...]:
-    """Do as `_entry` for all rows at once, which is several times as fast: a manifest of 10,000 tensors repeats a few shapes and boxes.
+def _plain(paths: Any, shapes: Any) -> _Known:
+    """Return paths and shapes as entries have them. Raises: ValueError, TypeError; also for keys other than strings and integers."""
+    _require({list}, chain(paths, shapes))
+    _require({int}, chain.from_iterable(shapes))
+    _require({str, int}, chain.from_iterable(paths))
+    if not all(paths):
+        raise ValueError("no path")
+    # A manifest of 10,000 tensors repeats a few shapes.
+    wholes = {whole: read_shape(list(whole)) for whole in set(map(tuple, shapes))}
+    return list(map(tuple, paths)), [wholes[tuple(shape)] for shape in shapes]
 
-    Raises: ValueError, TypeError, FormatError for whatever `_entry` refuses, and for paths with other keys than strings and integers.
+
+def _plain_entries(paths: Any, shapes: Any, names: Any, boxes: Any, texts: Any) -> tuple[Entry, ...]:
+    """Do as `_entry` for all rows at once, which is several times as fast. Paths and shapes were checked.
+
+    Raises: ValueError, TypeError, FormatError for whatever `_entry` refuses.
     """
     parts = [box for box in boxes if box is not None]
     corners = list(chain.from_iterable(parts))
-    _require({list}, chain(paths, shapes, parts, corners))
-    _require({int}, chain.from_iterable(chain(shapes, corners)))
-    _require({str, int}, chain.from_iterable(paths))
-    if not all(paths) or any(text is None and box is not None for text, box in zip(texts, boxes, strict=True)):
-        raise ValueError("no path, or a box without an address")
+    _require({list}, chain(parts, corners))
+    _require({int}, chain.from_iterable(corners))
+    if any(text is None and box is not None for text, box in zip(texts, boxes, strict=True)):
+        raise ValueError("a box without an address")
     kinds = {name: dtype(name).name for name in set(names)}
-    sizes = list(map(tuple, shapes))
-    wholes = {whole: read_shape(list(whole)) for whole in set(sizes)}
-    pairs = list(zip((None if box is None else tuple(map(tuple, box)) for box in boxes), sizes, strict=True))
-    known = {(box, whole): _box(None if box is None else list(map(list, box)), whole) for box, whole in set(pairs)}
-    digests = _addresses(texts)
-    columns = (map(tuple, paths), map(kinds.__getitem__, names), map(wholes.__getitem__, sizes), map(known.__getitem__, pairs), digests)
-    return tuple(map(Entry._make, zip(*columns, strict=True)))
+    found = _boxes(boxes, shapes)
+    return tuple(map(Entry._make, zip(paths, map(kinds.__getitem__, names), shapes, found, _addresses(texts), strict=True)))
+
+
+def _boxes(boxes: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[Box | None]:
+    """Yield boxes as entries have them, equal ones as one. Raises: ValueError, TypeError."""
+    known: dict[Any, Box | None] = {}
+    for box, shape in zip(boxes, shapes, strict=True):
+        # No list of keys: what is gone before the cyclic collector comes costs it nothing.
+        key = None if box is None else (*map(tuple, box), shape)
+        if key not in known:
+            known[key] = _box(box, shape)
+        yield known[key]
 
 
 def _require(types: set[type], values: Iterable[Any]) -> None:

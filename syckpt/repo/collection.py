@@ -100,6 +100,8 @@ def collect(
         settle(repository, intent)
     for key in strays:
         store.delete(key)
+    # Before anything is written: the disk may be full.
+    staged = tuple(store.collect_staging().items())
     why = "gc: for two weeks nothing but old records has led to it"
     gone = set(drop(survey, lost, why=why, protected=lambda now: _reached(survey, now, now_s=now_s)))
     done, skipped = run_sweeps(repository, plan_sweeps(survey, now_s=now_s), progress=progress)
@@ -108,7 +110,6 @@ def collect(
         if survey.is_dropped(commit):
             # A sweep killed behind its last deletion leaves an empty directory, which goes with a key that may be absent.
             store.delete(manifest_key(commit, 0))
-    staged = tuple(store.collect_staging().items())
     return Collection(False, tuple(commit for commit in unreachable if commit.id in gone), given_up, sized, done, skipped, staged)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from syckpt.errors import IntegrityError
@@ -14,8 +15,10 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _COMPRESS_ABOVE_NBYTES = 4096
 
 
-def read(store: Store, key: str, *, kind: str, seal: str | None = None) -> tuple[dict[str, Any], str]:
-    """Return the body and the seal of a document.
+def read(
+    store: Store, key: str, *, kind: str, seal: str | None = None, parse: Callable[[bytes], Any] = canonical.loads_canonical
+) -> tuple[dict[str, Any], str]:
+    """Return the body and the seal of a document; `parse` does as `canonical.loads_canonical`.
 
     Raises: NotFoundError, IntegrityError (damaged, or not the document with the given `seal`), FormatError.
     """
@@ -27,7 +30,7 @@ def read(store: Store, key: str, *, kind: str, seal: str | None = None) -> tuple
             data = zstd.decompress_document(data, limit=canonical.MAX_DOCUMENT_NBYTES)
         except IntegrityError as exc:
             raise IntegrityError(f"{key}: damaged: {exc}") from exc
-    return canonical.unseal(data, key=key, kind=kind, seal=seal)
+    return canonical.unseal(data, key=key, kind=kind, seal=seal, parse=parse)
 
 
 def write(store: Store, key: str, body: dict[str, Any], *, replace: bool = False) -> str:

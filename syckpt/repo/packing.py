@@ -416,7 +416,7 @@ def _check_room(store: Store, needed: int) -> None:
     if free is not None and free < needed:
         raise StoreError(
             f"{store.describe()}: {free} bytes are free on its file system, and this save may take up to {needed}: free space there"
-            " (`syckpt retain`, `syckpt gc`), or save fewer tensors"
+            " (`syckpt gc`; `syckpt retain`, which needs some 10 kB itself), or save fewer tensors"
         )
 
 

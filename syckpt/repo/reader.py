@@ -22,7 +22,7 @@ from syckpt.objects import nodes
 from syckpt.objects.address import BLOCK_NBYTES, LEAF_NBYTES
 from syckpt.objects.commit import Commit
 from syckpt.objects.locations import BlobRecord, Locations, Row, Source
-from syckpt.objects.manifest import Entry, Manifest
+from syckpt.objects.manifest import Alike, Entry, Manifest
 from syckpt.repo.keys import locations_key
 from syckpt.repo.repository import Repository, dropped_error
 from syckpt.repo.signing import Trusted, require_signed
@@ -119,10 +119,13 @@ class Reader:
             require_signed(self.repository, commit, self.trusted)
             self._signed.add(commit.seal)
 
-    def snapshot(self, commit: Commit, rank: int = 0) -> Snapshot:
-        """Return a rank's manifest and the places of its entries. Raises: IntegrityError, NotFoundError, FormatError."""
+    def snapshot(self, commit: Commit, rank: int = 0, alike: Alike | None = None) -> Snapshot:
+        """Return a rank's manifest (`alike`: as `Repository.read_manifest`) and the places of its entries.
+
+        Raises: IntegrityError, NotFoundError, FormatError.
+        """
         self.check_signed(commit)
-        manifest = self.repository.read_manifest(commit, rank)
+        manifest = self.repository.read_manifest(commit, rank, alike)
         with self.reading(commit):
             return self._placed(commit, manifest, self.table((commit.id, rank)))
 

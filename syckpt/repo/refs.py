@@ -50,7 +50,7 @@ class Refs:
         return found
 
     def heads(self, kind: str, *, problems: list[IntegrityError] | None = None) -> dict[str, RefRecord]:
-        """Return the newest record of every existing ref of a class, by name, from one listing.
+        """Return the newest record of every existing ref of a class, by name, as listed.
 
         Raises: IntegrityError for a damaged one; with `problems` it is left out and added there.
         """

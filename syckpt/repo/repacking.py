@@ -241,11 +241,11 @@ def _rewrite(repository: Repository, rewrite: Rewrite) -> None:
         raise ConflictError(f"{old_key}: another process has repacked {rewrite.commit}")
     left = {key for key, _ in rewrite.blobs}
     blobs = [blob for blob in table.blobs if blob.key not in left]
-    places = {number: replace(row, blob=blobs.index(blob)) for number, row, blob in _rows(table) if blob in blobs}
+    places = {number: row._replace(blob=blobs.index(blob)) for number, row, blob in _rows(table) if blob in blobs}
     made: BlobRecord | None = None
     if rewrite.rows:
         made, moved = _copy(repository, table, rewrite)
-        places |= {number: replace(row, blob=len(blobs)) for number, row in moved.items()}
+        places |= {number: row._replace(blob=len(blobs)) for number, row in moved.items()}
         blobs.append(made)
     # The keyframe stays: it is no pointer. Nothing needs `at` without the manifest.
     newer = replace(
@@ -294,12 +294,12 @@ def _copy(repository: Repository, table: Locations, rewrite: Rewrite) -> tuple[B
         while name in entries:
             name += "'"
         entries[name] = {**entry, "data_offsets": [offset, offset + row.length]}
-        moved[number] = replace(row, offset=offset)
+        moved[number] = row._replace(offset=offset)
         offset += row.length
     text = json.dumps(entries, separators=(",", ":")).encode()
     header_nbytes = -(-(8 + len(text)) // 64) * 64
     head = (header_nbytes - 8).to_bytes(8, "little") + text.ljust(header_nbytes - 8)
-    moved = {number: replace(row, offset=header_nbytes + row.offset) for number, row in moved.items()}
+    moved = {number: row._replace(offset=header_nbytes + row.offset) for number, row in moved.items()}
     # The revision in its name, and a nonce: once that revision is there without it, nobody can mean it any more.
     key = moved_blob_key(rewrite.commit, rewrite.rank, rewrite.revision, nonce=secrets.token_hex(4))
     digests = {}

@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 
 from syckpt.errors import ConflictError, FormatError, IntegrityError, NotFoundError, SyckptError
+from syckpt.objects import canonical
 from syckpt.objects.checks import Fields
 from syckpt.objects.commit import Commit
 from syckpt.objects.layouts import LayoutTable
 from syckpt.objects.locations import Locations
-from syckpt.objects.manifest import Manifest
+from syckpt.objects.manifest import Alike, Manifest
 from syckpt.repo import documents
 from syckpt.repo.keys import (
     LOCATIONS,
@@ -120,19 +121,23 @@ class Repository:
         except SyckptError:
             return None
 
-    def read_manifest(self, commit: Commit, rank: int) -> Manifest:
-        """Return a rank's manifest, checked against the commit. Raises: NotFoundError, IntegrityError, FormatError."""
+    def read_manifest(self, commit: Commit, rank: int, alike: Alike | None = None) -> Manifest:
+        """Return a rank's manifest, checked against the commit; `alike` is of those that are read one after the other.
+
+        Raises: NotFoundError, IntegrityError, FormatError.
+        """
         if not 0 <= rank < len(commit.manifests):
             raise NotFoundError(f"commit {commit.id} has no rank {rank}; it was saved by {commit.world_size}")
         _, seal = commit.manifests[rank]
         key = manifest_key(commit.id, rank)
+        parse = canonical.loads_canonical if alike is None else alike.parse
         try:
-            body, _ = documents.read(self.store, key, kind="manifest", seal=seal)
+            body, _ = documents.read(self.store, key, kind="manifest", seal=seal, parse=parse)
         except NotFoundError:
             if "dropped" in self.marks(commit.id):
                 raise dropped_error(commit.id) from None
             raise IntegrityError(f"{key}: missing, though commit {commit.id} names it") from None
-        read = Manifest.from_body(body, where=key)
+        read = Manifest.from_body(body, where=key, alike=alike)
         if (read.rank, read.world_size) != (rank, commit.world_size):
             raise IntegrityError(f"{key}: is the manifest of rank {read.rank} of {read.world_size}, expected {rank} of {commit.world_size}")
         return read

@@ -242,9 +242,6 @@ class _Run:
             self._sizes[key] = self._repository.store.size(key)
         return self._sizes[key]
 
-    def _is_there(self, place: Place) -> bool:
-        return all(self._size(blob.key) == blob.size for blob in _blobs(place))
-
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _enqueue(self, entry: Entry, place: Place, suspect: _Suspect) -> None:
@@ -263,11 +260,6 @@ class _Run:
         left = max(0, entry.nbytes - first * addresses.BLOCK_NBYTES)
         self._done_nbytes += entry.nbytes - left
         if first and not left:
-            return
-        if not self._is_there(place):
-            # The file is a finding already; but repack may have moved the row since its place was read.
-            self._bad[key] = []
-            self._done_nbytes += left
             return
         self.report.tensors += 1
         self.report.nbytes += left
@@ -321,7 +313,7 @@ class _Run:
         commit = suspect.commit
         bad = [key for key in suspect.rows if key in self._bad]
         problems = suspect.problems + [text for key in bad for text in self._bad[key]]
-        if problems or bad:
+        if problems:
             problems = self._look_again(commit, bad)
         self.report.commits += 1
         for text in problems:
@@ -346,8 +338,8 @@ class _Run:
         for snapshot in self._structure(reader, commit, found):
             for _, entry, place in snapshot.stored():
                 key = (place.owner, place.number)
-                if key not in suspects or not self._is_there(place):
-                    continue
+                if key not in suspects or any(self._size(blob.key) != blob.size for blob in _blobs(place)):
+                    continue  # Of a file that is lost or cut it is enough to say so.
                 # One row may be right for one commit, and not what another one's manifest says.
                 asked = key, entry.address
                 if asked not in self._confirmed or self._confirmed[asked][0] != place:

@@ -17,7 +17,7 @@ _MAX_EFFORT = 1 << 20  # a second or two
 
 
 class Keeping:
-    """A commit's table of layouts. `where` names it in errors."""
+    """A commit's table of layouts. `where` names it in errors. Raises: IntegrityError for two tensors of one path."""
 
     def __init__(self, table: LayoutTable, *, where: str) -> None:
         self.groups = table.items
@@ -26,6 +26,8 @@ class Keeping:
         self._where = where
         self._having = {name: frozenset(rank for group in groups for rank in group) for name, groups in table.items.items()}
         self._rows = {format_path(row.path): row for row in table.tensors}
+        if len(self._rows) != len(table.tensors):
+            raise IntegrityError(f"{where}: several tensors at one path")
         self._layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         self._ranks: dict[tuple[int, tuple[int, ...], int, tuple[Box, ...]], set[int]] = {}
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from syckpt.errors import IntegrityError, StateError
+from syckpt.errors import FormatError, IntegrityError, StateError
 from syckpt.objects import nodes
 from syckpt.objects.nodes import KeyPath, Node, format_path, split
 
@@ -197,7 +197,7 @@ class SafetensorsSerialization(SerializationFormat):
         return bytes(save(tensors, metadata=None if self.metadata is None else dict(self.metadata)))
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        """Return the tensors by their joined names. Raises: IntegrityError."""
+        """Return the tensors by their joined names. Raises: IntegrityError; FormatError for a dtype that cannot be read here."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -205,6 +205,10 @@ class SafetensorsSerialization(SerializationFormat):
             return dict(load(data))
         except SafetensorError as exc:
             raise IntegrityError(f"not a safetensors file: {exc}") from exc
+        except KeyError as exc:  # a dtype of the format that the package has no torch dtype for
+            raise FormatError(
+                f"a safetensors file with {exc.args[0]}, which the package safetensors does not read for torch: upgrade it"
+            ) from exc
 
 
 _KNOWN: dict[str, type[SerializationFormat]] = {

@@ -533,7 +533,10 @@ class _translating:
 def _remedy(operation: str, path: str, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = _free_nbytes(path)
-        return f"Free space (or raise the quota) for {os.path.dirname(path)}: {'unknown' if free is None else free} bytes are free there"
+        return (
+            f"Free space (or raise the quota) for {os.path.dirname(path)}: {'unknown' if free is None else free} bytes are free there;"
+            " `syckpt retain` writes some 10 kB before it frees any: without these, `syckpt gc` or removing another file comes first"
+        )
     if operation == "link" and error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
         return "The file system has no hard links, by which syckpt publishes files atomically: put the repository on one that has"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

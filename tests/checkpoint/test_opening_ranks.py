@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from syckpt.checkpoint.content import Content
-from syckpt.errors import FormatError, IntegrityError
+from syckpt.errors import FormatError, IntegrityError, StateError
+from syckpt.objects.box import Box
 from syckpt.repo import documents
 from syckpt.repo.keys import locations_key, manifest_key
 from syckpt.repo.reader import Reader
@@ -109,6 +110,19 @@ def test_nodes_that_only_python_takes_for_equal_stay_each_rank_s_own() -> None:
     content = opened(*[node(value) for value in (1, True, 1.0, 0.0, -0.0, 1)])
     found = [content.items[rank]["model"]["dict"][1][1] for rank in range(6)]
     assert list(map(repr, found)) == ["1", "True", "1.0", "0.0", "-0.0", "1"]
+
+
+def test_a_box_that_another_one_overlaps_is_refused_by_the_plan_though_it_is_there() -> None:
+    content = opened(same, column("box", [[1, 0], [2, 3]]))
+    assert len(content.items[1]) == 1
+    mine = [Box((0, 0), (2, 3))]
+    stored = {stored.path[-1]: stored for stored in content.entries}
+    content.locate(stored["w"], mine)
+    content.check(stored["w"], mine)
+    content.locate(stored["v"], mine)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"^model/v: \[1:2, 0:3\] is covered more than once"):
+            content.check(stored["v"], mine)
 
 
 def test_tensors_that_a_rank_kept_for_itself_are_not_those_of_the_next_one() -> None:

@@ -87,9 +87,15 @@ def test_a_tensor_that_differs_is_kept_by_each_and_the_table_stays(caplog: pytes
     handed = job.save(ones("a", "b"), ones("a") | ones("b", value=2.0))
     assert handed == [{"a": "stored", "b": "local"}, {"a": "left", "b": "local"}]
     assert job.sharing[0].table is table
-    assert [record.getMessage() for record in caplog.records] == ["1 tensors differ between ranks and are kept by each: m/b"]
+    assert [record.getMessage() for record in caplog.records] == ["1 tensor differs between ranks and is kept by each: m/b"]
     # Structures are the same: nobody has to tell them.
     assert [[brought["structure"] for brought in rank.brought] for rank in job.ranks] == [[None], [None]]
+    # A run saves again and again: what was said is not said again, what comes to it is.
+    job.save(ones("a", "b"), ones("a") | ones("b", value=3.0))
+    job.save(ones("a", "b"), ones("a", "b", value=3.0))
+    job.save(ones("a", "b"), ones("a", "b", value=4.0))
+    told = [record.getMessage() for record in caplog.records[1:]]
+    assert told == ["2 tensors differ between ranks and are kept by each: m/a, m/b"]
 
 
 def test_ranks_with_other_keys_tell_them_once_and_rank_0_says_once_who_stores_what() -> None:

@@ -7,6 +7,7 @@ import pty
 import select
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Return once a text is drawn, behind what was waited for before."""
+        deadline_s = time.monotonic() + 60  # a bar is drawn again and again, so that there is always something to read
         while text.encode() not in self._drawn:
-            ready, _, _ = select.select([self._master], [], [], 60)
+            ready, _, _ = select.select([self._master], [], [], max(0, deadline_s - time.monotonic()))
             assert ready, self._drawn
             self._drawn += os.read(self._master, 65536)
         self._drawn = self._drawn.partition(text.encode())[2]
@@ -45,12 +47,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     found = Terminal()
     for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stderr", found.stderr)
     yield found
     found.close()
 
 
-def test_a_bar_counts_commits(terminal: Terminal) -> None:
+def test_a_bar_counts_commits(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal.stderr)
     with bar("removing") as draw:
         assert draw is not None
         draw(1, 3)
@@ -69,6 +71,7 @@ def test_no_bar_is_drawn_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyP
 
 def test_the_bar_of_a_verification_moves_within_a_commit(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_repository(tmp_path, commits=1)
+    monkeypatch.setattr(sys, "stderr", terminal.stderr)
     monkeypatch.setattr("syckpt.repo.verify._BATCH_NBYTES", 1)
     gate = threading.Semaphore(0)
     read_block = Reader.read_block

@@ -244,6 +244,9 @@ def diverged(root: str, rank: int) -> dict[str, Any]:
     with manager(root, auto_resume=False) as ckpt:
         ckpt.save("sampled", {"big": big}, wait=True)
         full, sampled = ckpt.load("full")["big"], ckpt.load("sampled")["big"]
+    with manager(root, auto_resume=False) as ckpt:
+        ckpt.model = nn.ModuleDict({"part": model, "other": nn.Linear(2, 2)})
+        ckpt.save("parts", wait=True)
     model = DistributedDataParallel(norm(9))
     with manager(root, branch="again", base="run") as ckpt:
         ckpt.model = model
@@ -271,6 +274,21 @@ def diverged_on_two(root: str, rank: int) -> dict[str, Any]:
             "notes": [note for note in ckpt.last_report.notes if "differed" in note],
             "strict": outcome(lambda: ckpt.register("strict", Own(None))),
         }
+    compiled = torch.compile(DistributedDataParallel(norm(9)), backend="eager")
+    with manager(root, branch="two-compiled", base="run") as ckpt:
+        ckpt.model = compiled
+        found["compiled"] = [compiled.module[1].running_mean.tolist(), [note for note in ckpt.last_report.notes if "differed" in note]]
+    silent = DistributedDataParallel(norm(9), broadcast_buffers=False)
+    with manager(root, branch="two-silent", base="run") as ckpt:
+        found["silent"] = outcome(lambda: ckpt.register("model", silent))
+    ignoring = norm(9)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.running_mean"])
+    with manager(root, branch="two-ignoring", base="run") as ckpt:
+        found["ignored"] = outcome(lambda: ckpt.register("model", DistributedDataParallel(ignoring)))
+    part = nn.ModuleDict({"part": DistributedDataParallel(norm(9)), "other": nn.Linear(2, 2)})
+    with manager(root, branch="two-part", base="parts") as ckpt:
+        ckpt.model = part
+        found["part"] = part["part"].module[1].running_mean.tolist()
     with manager(root, branch="two-plain", base="run") as ckpt:
         found["plain"] = outcome(lambda: ckpt.register("model", nn.ModuleDict({"module": norm(9)})))
         found["unsaid"] = outcome(lambda: ckpt.register("own", Own(None)))

@@ -91,7 +91,7 @@ def test_pipeline_stages_go_to_fewer_stages_and_to_one_process(ran: dict[str, An
     halves = [each["stages"] for each in ran["two"]]
     assert halves[0]["digests"] | halves[1]["digests"] == everything
     assert [len(half["digests"]) for half in halves] == [32, 32]
-    note = "optimizer: 8 parameters, which only some of the ranks had, are left to other ranks"
+    note = "optimizer: 8 parameters, which this rank does not have, are left to other ranks"
     assert [half["notes"] for half in halves] == [[note], [note]]
     assert ran["one"] == {"digests": everything, "notes": [], "lr": 0.01}
 
@@ -102,15 +102,22 @@ def test_diverged_replicas_are_kept_by_rank_and_settled_by_policy_on_another_num
     for rank, each in enumerate(two):
         assert each["mean"] == [0.0] * 3
         assert (each["own"], each["other"]) == (rank, 0)
-        said = "values differed between the 4 ranks that saved it"
+        said = "value differed between the 4 ranks that saved it"
+        model = (
+            f"model: 1 {said} (model/module.1.running_mean); rank 0's are taken, as DistributedDataParallel does before its next forward"
+        )
+        assert each["compiled"] == [[0.0] * 3, [model]]
+        assert each["part"] == [0.0] * 3
         assert each["notes"] == [
-            f"model: 1 {said} (model/module.1.running_mean); rank 0's are taken, as DistributedDataParallel does before its next forward",
+            model,
             f"own: 1 {said} (own/value); rank {rank}'s are taken (on_world_change='mod')",
             f"other: 1 {said} (other/value); rank 0's are taken (on_world_change='rank0')",
         ]
         for name, path in (
             ("strict", "strict/value"),
             ("plain", "model/module.1.running_mean"),
+            ("silent", "model/module.1.running_mean"),
+            ("ignored", "model/module.1.running_mean"),
             ("unsaid", "own/value"),
             ("payload", "note"),
         ):

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import syckpt
+from syckpt import CheckpointManager, ItemSpec
 from syckpt.repo.reader import Reader
 from syckpt.repo.repository import Repository
 from syckpt.repo.verify import verify
@@ -76,7 +78,33 @@ def test_any_layout_reads_back_in_any_other_on_one_two_three_and_four_ranks(tmp_
         assert verify(Repository.open(parse_root(f"{folder}/{name}"))).ok
 
 
-def test_four_ddp_ranks_share_one_copy_and_later_saves_point_to_it(tmp_path: Path) -> None:
+def assert_a_plain_process_has_one_answer(root: Path, commit: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it reads through: what each of four ranks kept as new values, and rank 0's in a target, which is told."""
+    said = f"commit {commit}: where its ranks kept values of their own, rank 0's are taken: "
+    with load_script().manager(root, auto_resume=False) as ckpt, CheckpointManager(CheckpointManager.Config()) as paths:
+        reads = {
+            "none": lambda **how: syckpt.load(root, commit, **how),
+            "root": lambda **how: ckpt.load(commit, **how),
+            "paths": lambda **how: paths.load(root / commit, **how),
+        }
+        for name, read in reads.items():
+            new = read()
+            assert dict(new["note"]["rank"]) == {0: 0, 1: 1, 2: 2, 3: 3}, name
+            assert {rank: value.tolist() for rank, value in new["norm"]["running_mean"].items()} == {r: [float(r)] * 3 for r in range(4)}
+            norm = {"weight": torch.zeros(3), "running_mean": torch.full((3,), 9.0)}
+            caplog.clear()
+            told = read(into={"norm": norm, "note": {"rank": None, "same": 0}}, strict=False)
+            assert (norm["running_mean"].tolist(), told["note"]) == ([0.0] * 3, {"rank": 0, "same": 7}), name
+            heard = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert heard == ([f"{said}norm/running_mean, note/rank"] if name == "none" else []), name
+        for manager in (ckpt, paths):
+            assert {"norm/running_mean", "note/rank"} <= set(manager.last_report.per_rank)
+    config = CheckpointManager.Config(items={"norm": ItemSpec(on_world_change="mod"), "stage": ItemSpec(on_world_change="rank0")})
+    chosen = syckpt.load(root, commit, config=config)
+    assert (chosen["norm"]["running_mean"].tolist(), chosen["stage"]) == ([0.0] * 3, {"value": 0})
+
+
+def test_four_ddp_ranks_share_one_copy_and_later_saves_point_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = job("share", str(tmp_path), world_size=4)
     first = found[0]
 
@@ -116,7 +144,7 @@ def test_four_ddp_ranks_share_one_copy_and_later_saves_point_to_it(tmp_path: Pat
 
     # What differs between ranks is kept by each, and said once.
     assert [len(each["warnings"]) for each in found] == [1, 0, 0, 0]
-    assert first["warnings"] == ["1 tensors differ between ranks and are kept by each: norm/running_mean"]
+    assert first["warnings"] == ["1 tensor differs between ranks and is kept by each: norm/running_mean"]
     halves = [{"a": [1.0, 1.0]}, {"b": [2.0, 2.0]}, {"b": [2.0, 2.0]}, {"b": [2.0, 2.0]}]
     assert [each["restored"] for each in found] == [[[float(r)] * 3, r, {"rank": r, "same": 7}, halves[r]] for r in range(4)]
     plain = syckpt.load(tmp_path / "own")
@@ -127,6 +155,7 @@ def test_four_ddp_ranks_share_one_copy_and_later_saves_point_to_it(tmp_path: Pat
     assert plain["norm"]["num_batches_tracked"].item() == 0
     assert {key: value.tolist() for key, value in plain["part"].items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
     assert torch.equal(plain["norm"]["weight"], torch.ones(3))
+    assert_a_plain_process_has_one_answer(tmp_path / "own", first["own"], caplog)
 
     for rank, each in enumerate(job("share_on_two", str(tmp_path), world_size=2)):
         assert each["note"] == {"rank": rank, "same": 7}

@@ -166,3 +166,49 @@ def test_strictness_is_the_same_for_shards(ran: dict[str, Any], read: str) -> No
         assert found["one rank"][2:4] == [[False, *[0.0] * 15], [0.0] * (4 + rank)]
         skipped = "spare/w: expected float32 [7, 3], found float32 [5, 3] (not required)"
         assert found["not required"] == ["", "", [False, *values], [0.0, 1.0, 2.0, 3.0], [skipped]]
+
+
+@pytest.mark.parametrize("read", ["ranged", "broadcast"])
+def test_a_load_in_place_takes_little_memory_beside_the_values(ran: dict[str, Any], read: str) -> None:
+    for each in ran["two"]:
+        grown, is_whole = each["memory"][read]
+        assert is_whole
+        assert grown < 128_000_000  # of 268 MB
+
+
+def test_a_replicated_tensor_is_read_once_for_all(ran: dict[str, Any]) -> None:
+    both = [each["replicated"] for each in ran["two"]]
+    assert all(equal for each in both for _, equal in each.values())
+    assert sum(each["whole"][0] for each in both) == 2 << 20
+    assert [each["parts"][0] for each in both] == [1 << 20, 1 << 20]
+    assert [each["either"][0] for each in both] == [2 << 20, 1 << 20]  # Only one of them needs all of it.
+
+
+def test_what_is_restored_when_it_is_registered_is_read_by_each_rank_when_it_comes_to_it(ran: dict[str, Any]) -> None:
+    both = [each["late"] for each in ran["two"]]
+    assert [[each["registered"], each["value"]] for each in both] == [[ONCE, [3.0]]] * 2
+    assert sum(each["goto"] for each in both) == ONCE
+
+
+def test_an_older_commit_is_loaded_while_a_newer_one_is_being_written(ran: dict[str, Any]) -> None:
+    for each in ran["two"]:
+        assert each["beside"] == {
+            "done": False,
+            "older": [[1.0 + number] for number in range(8)],
+            "newer": [[21.0 + number] for number in range(8)],
+        }
+
+
+@pytest.mark.parametrize("read", ["ranged", "broadcast"])
+def test_after_damage_on_one_rank_no_rank_saves_a_mixture_or_points_to_older_bytes(ran: dict[str, Any], read: str) -> None:
+    exact = [[1.0 + number] for number in range(8)]
+    both = [each["after damage"][read] for each in ran["two"]]
+    assert both[0]["values"] == exact  # The other rank has read all of its own by the time it hears of it.
+    assert both[1]["values"][7] == [6.0]
+    assert all(value in (new, [-1.0 + number]) for number, (value, new) in enumerate(zip(both[1]["values"], exact, strict=True)))
+    for each in both:
+        assert each["load"][0] == "IntegrityError"
+        assert each["half"][0] == "StateError"
+        assert "half restored (m/w0, m/w1, m/w2, m/w3, m/w4 and 3 more)" in each["half"][1]
+        assert each["third"] == exact
+        assert each["pointing"] == [8 << 16, 0, 8 << 16]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -403,6 +406,106 @@ def strictness(root: str, rank: int, read: str) -> dict[str, Any]:
         }
 
 
+# --- what a load costs, and what is beside it --------------------------------------------------------------------------------------------
+
+
+def status_nbytes(field: str) -> int:
+    """Return a figure of this process in bytes, as the kernel tells it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def memory(root: str, read: str) -> list[Any]:
+    """Load 256 MiB in place; return how much more memory than before this process had at its worst, and whether all values are there."""
+    config, values = Config(read=read, compression="none"), {f"w{number}": torch.full((4 << 20,), float(number)) for number in range(16)}
+    with manager(root, config, rng=False, auto_resume=False) as ckpt:
+        ckpt.save("saved", {"m": values}, wait=True)
+    with manager(root, config, auto_resume=False, branch="reader") as ckpt:
+        for value in values.values():
+            value.fill_(-1.0)
+        Path("/proc/self/clear_refs").write_text("5")  # From here on the peak counts anew.
+        before = status_nbytes("VmRSS")
+        ckpt.load("saved", into={"m": values})
+        grown = status_nbytes("VmHWM") - before
+    return [grown, all(value.eq(number).all().item() for number, value in enumerate(values.values()))]
+
+
+def replicated(root: str) -> dict[str, Any]:
+    """Read a tensor of 2 MiB together: whole on each rank as a DTensor, in parts, and whole on one rank only."""
+    mesh, value = mesh_of((2,)), torch.arange(1 << 19, dtype=torch.float32)
+    found: dict[str, Any] = {}
+    with manager(root, Config(read="broadcast", compression="none"), rng=False, auto_resume=False) as ckpt:
+        ckpt.save("saved", {"m": {"w": value}}, wait=True)
+        placed = {"whole": Replicate(), "parts": Shard(0), "either": Replicate() if dist.get_rank() == 0 else Shard(0)}
+        for name, placement in placed.items():
+            into = distribute_tensor(torch.zeros(1 << 19), mesh, [placement], src_data_rank=None)
+            expected = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+            ckpt.load("saved", into={"m": {"w": into}})
+            found[name] = [ckpt.last_report.bytes_read, torch.equal(into.to_local(), expected.to_local())]
+    return found
+
+
+def late(root: str, rank: int) -> dict[str, Any]:
+    """Register what is resumed on one rank after the other: each reads for itself, also where ranks read together."""
+    config = Config(read="broadcast", compression="none")
+    with manager(root, config, rng=False) as ckpt:
+        ckpt.model = nn.Linear(512, 512, bias=False)
+        nn.init.constant_(ckpt.model.weight, 3.0)
+        ckpt.save("saved", wait=True)
+    with manager(root, config, rng=False) as ckpt:
+        model = nn.Linear(512, 512, bias=False)
+        if rank == 1:
+            dist.barrier()
+        ckpt.model = model
+        if rank == 0:
+            dist.barrier()
+        found = {"registered": ckpt.last_report.bytes_read, "value": model.weight.unique().tolist()}
+        ckpt.goto("saved")
+        return {**found, "goto": ckpt.last_report.bytes_read}
+
+
+def parts(value: float) -> dict[str, Any]:
+    """Return eight tensors of 64 KiB, each in two parts."""
+    return {f"w{n}": distribute_tensor(torch.full((128, 128), value + n), mesh_of((2,)), [Shard(0)], src_data_rank=None) for n in range(8)}
+
+
+def beside(root: str) -> dict[str, Any]:
+    """Load an older commit with another manager while the writers have a newer one in hand."""
+    with manager(root, rng=False, auto_resume=False) as ckpt, manager(root, auto_resume=False, branch="reader") as reader:
+        ckpt.save("older", {"m": parts(1.0)}, wait=True)
+        writer = ckpt._saver.writer_pid
+        assert writer is not None
+        os.kill(writer, signal.SIGSTOP)
+        pending = ckpt.save("newer", {"m": parts(21.0)})
+        into = parts(-1.0)
+        reader.load("older", into={"m": into})
+        found = {"done": pending.done(), "older": [value.to_local().unique().tolist() for value in into.values()]}
+        os.kill(writer, signal.SIGCONT)
+        pending.result()
+        reader.load("newer", into={"m": into})
+        return {**found, "newer": [value.to_local().unique().tolist() for value in into.values()]}
+
+
+def after_damage(root: str, rank: int, read: str) -> dict[str, Any]:
+    """Meet damage that one rank alone reads; then try to save what is half restored, and save what the damaged rows held."""
+    with manager(root, Config(read=read, compression="none"), rng=False, auto_resume=False) as ckpt:
+        first = ckpt.save("first", {"m": parts(1.0)}, wait=True)
+        pointing = ckpt.save("second", {"m": parts(1.0)}, wait=True).result().stats["deduplicated_bytes"]
+        if rank == 0:
+            flip(root, str(first), 1)
+        dist.barrier()
+        into = parts(-1.0)
+        found: dict[str, Any] = {"load": outcome(lambda: ckpt.load("second", into={"m": into}))}
+        found["values"] = [value.to_local().unique().tolist() for value in into.values()]
+        found["half"] = outcome(lambda: ckpt.save("half", {"m": into}))
+        third = ckpt.save("third", {"m": parts(1.0)}, wait=True).result()
+        ckpt.load("third", into={"m": into})
+        found["third"] = [value.to_local().unique().tolist() for value in into.values()]
+        fourth = ckpt.save("fourth", {"m": into}, wait=True).result()
+        found["pointing"] = [pointing, third.stats["deduplicated_bytes"], fourth.stats["deduplicated_bytes"]]
+    return found
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -422,4 +525,9 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
         "restored": {read: restored(f"{folder}/{read}", rank, read) for read in ("ranged", "broadcast")},
         "misfit": {read: misfit_behind_damage(f"{folder}/misfit-{read}", rank, read) for read in ("ranged", "broadcast")},
         "strictness": {read: strictness(f"{folder}/strict-{read}", rank, read) for read in ("ranged", "broadcast")},
+        "memory": {read: memory(f"{folder}/memory-{read}", read) for read in ("ranged", "broadcast")},
+        "replicated": replicated(f"{folder}/replicated"),
+        "late": late(f"{folder}/late", rank),
+        "beside": beside(f"{folder}/beside"),
+        "after damage": {read: after_damage(f"{folder}/after-{read}", rank, read) for read in ("ranged", "broadcast")},
     }

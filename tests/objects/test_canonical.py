@@ -163,6 +163,45 @@ def test_a_seal_does_not_make_a_body_good(text):
         canonical.unseal(sealed(text), key="the-key", kind="test")
 
 
+LARGE = b'{"a":[' + b",".join([b'["[[",{},"\\\\\\"{"]'] * 20_000) + b'],"kind":"test","version":1}'
+
+
+def test_a_large_document_with_brackets_in_its_texts_is_read():
+    body, _ = canonical.unseal(sealed(LARGE), key="k", kind="test")
+    assert body["a"] == [["[[", {}, '\\"{']] * 20_000
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (b"[" * 512 + b"]" * 512, "nested deeper than 512"),
+        (b'{"a":' * 512 + b"0" + b"}" * 512, "nested deeper than 512"),
+        (b'["\\\\",' + b"[" * 511 + b"]" * 512, "nested deeper than 512"),
+        (b'["\\\\\\"",' + b"[" * 511 + b"]" * 512, "nested deeper than 512"),
+        (b"9007199254740992", "beyond 2.53"),
+        (b"-9007199254740992", "beyond 2.53"),
+        (b'["1234567890123456",9007199254740992]', "beyond 2.53"),
+        (b"1" * 5000, "beyond 2.53"),
+        (b'{"b":1,"b":1}', "duplicate key"),
+        (b'{"b":1,"a":1}', "not canonical JSON"),
+        (b"NaN", "not JSON compliant"),
+        (b"1e999", "not JSON compliant"),
+        (b"-0", "not canonical JSON"),
+    ],
+    ids=lambda value: ascii(value[:24]),
+)
+def test_a_large_document_is_looked_at_as_closely(part, problem):
+    data = sealed(LARGE.replace(b'"kind"', b'"b":' + part + b',"kind"'))
+    with pytest.raises(IntegrityError, match=f"^k: malformed: .*({problem})"):
+        canonical.unseal(data, key="k", kind="test")
+
+
+def test_a_large_document_may_be_as_deep_as_a_small_one_and_hold_the_largest_integers():
+    part = b"[" * 511 + b"9007199254740991" + b"]" * 511
+    body, _ = canonical.unseal(sealed(LARGE.replace(b'"kind"', b'"b":' + part + b',"kind"')), key="k", kind="test")
+    assert canonical.dumps(body["b"]) == part
+
+
 def test_another_document_than_the_expected_one_is_refused_though_it_is_whole():
     data, _ = canonical.seal(BODY)
     with pytest.raises(IntegrityError, match="another document than expected"):

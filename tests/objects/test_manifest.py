@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from syckpt.errors import FormatError, IntegrityError, SyckptError
 from syckpt.objects import canonical, nodes
 from syckpt.objects.box import Box
 from syckpt.objects.dtypes import DTYPES
-from syckpt.objects.manifest import Entry, Manifest
+from syckpt.objects.manifest import Alike, Entry, Manifest
 
 path_keys = st.text(max_size=5) | st.integers(-5, 5) | st.builds(lambda text: {"key": text}, st.text(max_size=5))
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -238,21 +240,29 @@ def test_nodes_nested_too_deep_are_refused_before_anything_recurses_into_them():
         Manifest.from_body(Manifest(0, 1, (), {"m": node}, None).to_body(), where="m")
 
 
-def test_nodes_are_looked_at_once_where_the_next_manifest_says_the_same(monkeypatch):
+def read_alike(alike: Alike, manifest: Manifest) -> Manifest:
+    return Manifest.from_body(alike.parse(canonical.dumps(manifest.to_body())), where="m", alike=alike)
+
+
+def test_what_the_next_manifest_says_again_is_looked_at_and_kept_once(monkeypatch):
     entry = Entry(("a",), "uint8", (4,), None, b"x" * 32)
     node = {"dict": [["a", {"tensor": 0}], ["n", 1]]}
+    alike = Alike()
 
-    def read(rank: int, items: dict[str, Any], rng: Any = None, entries: tuple[Entry, ...] = (entry,)) -> None:
-        Manifest.from_body(canonical.loads(canonical.dumps(Manifest(rank, 9, entries, items, rng).to_body())), where="m")
+    def read(rank: int, items: dict[str, Any], rng: Any = None, entries: tuple[Entry, ...] = (entry,)) -> Manifest:
+        return read_alike(alike, Manifest(rank, 9, entries, items, rng))
 
     looked_at: list[Any] = []
     check = nodes.check
     monkeypatch.setattr(nodes, "check", lambda node, *, entries: (looked_at.append(node), check(node, entries=entries)))
-    read(0, {"m": node})
-    read(1, {"m": node}, rng=5)
+    first = read(0, {"m": node})
+    second = read(1, {"m": node}, rng=5, entries=(entry._replace(dtype="int8", address=b"y" * 32),))
     assert looked_at == [None, node, 5]
+    assert (second.rank, second.rng, second.entries[0][1:]) == (1, 5, ("int8", (4,), None, b"y" * 32))
+    assert second.items is first.items
+    assert second.entries[0].path is first.entries[0].path
     # To Python 1 and True are equal, and an entry may be there no more.
-    read(2, {"m": {"dict": [["a", {"tensor": 0}], ["n", True]]}})
+    assert read(2, {"m": {"dict": [["a", {"tensor": 0}], ["n", True]]}}).items["m"]["dict"][1][1] is True
     assert len(looked_at) == 5
     with pytest.raises(IntegrityError, match="malformed node tensor"):
         read(3, {"m": {"dict": [["a", {"tensor": False}], ["n", True]]}})
@@ -260,6 +270,79 @@ def test_nodes_are_looked_at_once_where_the_next_manifest_says_the_same(monkeypa
         read(4, {"m": node}, entries=())
     with pytest.raises(IntegrityError, match="malformed node list: 3"):
         read(5, {"m": node}, rng={"list": 3})
+    with pytest.raises(IntegrityError, match="is not within"):
+        read(6, {"m": {"dict": [["a", {"tensor": 0}], ["n", True]]}}, entries=(entry._replace(box=Box((3,), (2,))),))
+
+
+@given(st.lists(manifests, min_size=2, max_size=3), st.lists(st.integers(0, 2), max_size=6), st.lists(entries(), max_size=3))
+def test_manifests_that_are_read_one_after_the_other_are_what_they_are_alone(some, order, others):
+    alike = Alike()
+    for number in order:
+        manifest = some[number % len(some)]
+        # Now and then of the same paths and shapes, with other values.
+        mine = tuple(
+            entry._replace(address=other.address, dtype=other.dtype) for entry, other in zip(manifest.entries, others, strict=False)
+        )
+        manifest = replace(manifest, entries=(*mine, *manifest.entries[len(mine) :]), local=frozenset(range(len(mine))))
+        read = read_alike(alike, manifest)
+        assert read == manifest
+        assert canonical.dumps(read.to_body()) == canonical.dumps(manifest.to_body())
+
+
+HEAD = b'{"items":{"m":{"tensor":0}},'
+MIDDLE = b'"kind":"manifest","rank":1,"rng":null,"tensors":{"address":["' + b"A" * 43 + b'"],"box":[null],"dtype":["uint8"]'
+TAIL = b',"path":[["a"]],"shape":[[4]]},"version":1,"world_size":2}'
+
+
+def known() -> Alike:
+    """Return what was learnt from a manifest that begins with HEAD and ends with TAIL."""
+    alike = Alike()
+    read = read_alike(alike, Manifest(0, 2, (Entry(("a",), "uint8", (4,), None, bytes(32)),), {"m": {"tensor": 0}}, None))
+    assert canonical.dumps(replace(read, rank=1).to_body()) == HEAD + MIDDLE + TAIL
+    return alike
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        b"",
+        b'"tensors":{"address":[]',
+        MIDDLE.replace(b'"kind"', b'"items":{},"kind"'),  # a key twice
+        MIDDLE.replace(b'"kind"', b'"a":0,"kind"'),  # keys not sorted
+        MIDDLE.replace(b'"rank"', b'"u":{},"rank"'),
+        MIDDLE.replace(b'"rank":1,"rng":null', b'"rng":null,"rank":1'),
+        MIDDLE.replace(b'"tensors":{', b'"tensors":{},"tensors2":{'),  # other columns
+        MIDDLE.replace(b'"tensors":{', b'"tensors":[{'),
+        MIDDLE.replace(b'"dtype"', b'"path":[["b"]],"dtype"'),
+        MIDDLE + b',"path":[["b"]]',
+        MIDDLE + b',"q":0',
+        MIDDLE + b"}",
+        MIDDLE + b'},"u":{"v":0',
+        MIDDLE + b',"e":{"f":0',
+        MIDDLE + b',"e":"',
+        MIDDLE + b',"e":[0',
+        MIDDLE[:-1],
+        MIDDLE + b",",
+        MIDDLE + b" ",
+        MIDDLE.replace(b'{"address":["' + b"A" * 43 + b'"],"box":[null],"dtype":["uint8"]', b"{"),
+        MIDDLE.replace(b'"rank":1', b'"rank":9007199254740993'),
+        MIDDLE.replace(b'"rank":1', b'"rank":01'),
+        MIDDLE.replace(b'"rng":null', b'"rng":' + b"[" * 600 + b"]" * 600),
+        MIDDLE.replace(b'"kind":"manifest",', b""),
+        MIDDLE.replace(b'"rng":null', b'"rng":1.0'),
+        MIDDLE.replace(b'"dtype":["uint8"]', b'"dtype":["uint8"],"local":[0]'),
+    ],
+)
+def test_between_what_is_known_nothing_passes_that_would_not_pass_alone(middle):
+    text = HEAD + middle + TAIL
+
+    def outcome(parse: Callable[[bytes], Any]) -> Any:
+        try:
+            return canonical.dumps(parse(text))
+        except ValueError:
+            return "refused"
+
+    assert outcome(known().parse) == outcome(canonical.loads_canonical)
 
 
 def test_what_resharders_declared_stands_in_the_body_only_where_there_is_some():

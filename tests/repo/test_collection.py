@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,13 @@ from syckpt.objects.refs import Owner
 from syckpt.repo import branches, documents
 from syckpt.repo.collection import GRACE_S, REFLOG_S, collect
 from syckpt.repo.owner import this_process
+from syckpt.repo.repository import Repository
 from syckpt.repo.retention import Retention, retain
 from syckpt.repo.transaction import Transaction, open_branch
 from syckpt.repo.verify import verify
 from syckpt.stores.local import LocalStore
 from syckpt.stores.memory import MemoryStore
+from syckpt.testing.repositories import make_repository
 
 DAY_S = 86400.0
 LATER_S = time.time() + REFLOG_S + DAY_S
@@ -335,3 +340,53 @@ def test_an_empty_directory_that_a_killed_sweep_left_behind_goes(desk, tmp_path)
     collect(desk.repository)
     assert not empty.exists()
     assert (tmp_path / "objects" / commits[1].id).is_dir()
+
+
+# -- a disk without any room -----------------------------------------------------------------------------------------------------
+
+
+def full_disk(path: Path, *, until_gone: Path | None = None) -> LocalStore:
+    """Open a store that takes no further byte, or none before a file is gone."""
+
+    def before_mutation(operation: str, key: str) -> None:
+        if operation in ("mkdir", "open", "write", "link") and (until_gone is None or until_gone.exists()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return LocalStore(path, before_mutation=before_mutation)
+
+
+def abandoned(path: Path) -> Path:
+    """Make what a writer that is gone has left in the middle of a blob."""
+    half = path / "staging/elsewhere-1-1-1.part"
+    half.parent.mkdir(exist_ok=True)
+    half.write_bytes(bytes(5000))
+    os.utime(half, (1, 1))
+    return half
+
+
+def test_on_a_full_disk_retention_says_that_it_needs_some_room_and_changes_nothing(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, commits=4)
+    path = tmp_path / ".syckpt"
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(StoreError, match=r"No space left.*`syckpt retain` writes some 10 kB before it frees any: .*`syckpt gc`"):
+        retain(Repository(full_disk(path), repository.id), "main", Retention(last=1))
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert len(retain(repository, "main", Retention(last=1)).dropped) == 3
+
+
+def test_on_a_full_disk_gc_removes_unfinished_files_before_it_writes_anything(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, commits=2, branches={"side": (1, 2)})
+    branches.delete(repository, "side", run="test")
+    half = abandoned(tmp_path / ".syckpt")
+    full = Repository(full_disk(tmp_path / ".syckpt", until_gone=half), repository.id)
+    report = collect(full, now_s=time.time() + REFLOG_S + 60)
+    assert [size for _, size in report.staged] == [5000]
+    assert len(report.unreachable) == 2
+    assert verify(repository).errors == []
+
+
+def test_gc_of_nothing_but_unfinished_files_needs_no_room(tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, commits=1)
+    half = abandoned(tmp_path / ".syckpt")
+    assert collect(Repository(full_disk(tmp_path / ".syckpt"), repository.id)).freed_nbytes == 5000
+    assert not half.exists()

@@ -433,36 +433,6 @@ def test_bytes_that_repack_moves_meanwhile_are_read_at_their_new_place(make_desk
     assert report.errors == []
 
 
-def test_a_row_that_repack_had_moved_before_its_blob_was_looked_for_is_read(make_desk: Callable[..., Any]) -> None:
-    class Gone(MemoryStore):
-        def size(self, key: str) -> int | None:
-            if key == old and moves:
-                moves.pop()()
-            return super().size(key)
-
-    store = Gone()
-    moves: list[Callable[[], None]] = []
-    old = ""
-    desk = make_desk(store, compression="none")
-    desk.open()
-    commits = [desk.save({"x": FROZEN}) for _ in range(2)]
-    old, new = (f"objects/{commits[0].id}/{name}.safetensors" for name in ("r00000", "moved"))
-
-    def move(flipped: int) -> None:
-        data = bytearray(store.get(old))
-        data[-1] ^= flipped
-        store.create(new, data)
-        body = desk.repository.read_locations(commits[0].id, 0).to_body()
-        body["revision"], body["blobs"][0][0] = 2, new
-        documents.write(store, locations_key(commits[0].id, 0, 2), body)
-        store.delete(old)
-
-    moves.append(lambda: move(flipped=1))
-    report = verify(desk.repository)
-    assert report.damaged == [commit.id for commit in commits]
-    assert list(report.findings) == [f"{new}: tensor model/x, block 2: its bytes are not those that were saved"]
-
-
 def test_what_a_store_says_of_a_file_that_it_cannot_read_is_told_with_tensor_and_block(make_desk: Callable[..., Any]) -> None:
     class Broken(MemoryStore):
         def readinto(self, key: str, buffer: Any, *, offset: int = 0) -> None:
@@ -527,7 +497,7 @@ def test_a_manifest_that_names_an_entry_beyond_its_own_is_found(make_desk: Calla
     made = desk.describe(commit, packed, parent=None)
     transaction.publish(made, hold=desk.hold, reader=desk.reader, locations=[packed.locations])
     (error,) = verify(desk.repository, quick=True).errors
-    assert error.startswith(f"objects/{commit}/r00000.manifest: malformed: a node names entry 7 of 1")
+    assert error.startswith(f"objects/{commit}/r00000.manifest: malformed node tensor: names entry 7 of 1")
 
 
 # -- size ------------------------------------------------------------------------------------------------------------------

@@ -67,3 +67,9 @@ def test_an_entry_of_another_tensor_is_damage(dtype: str, shape: tuple[int, ...]
     with pytest.raises(IntegrityError, match="objects/x/layouts: model/w is float32"):
         KEEPING.check_entry("model/w", Entry(("model", "w"), dtype, shape, None, b""), 3)
     KEEPING.check_entry("model/new", Entry(("model", "new"), dtype, shape, None, b""), 3)
+
+
+def test_two_tensors_of_one_path_are_damage() -> None:
+    rows = (TensorLayout(("m", "w"), "int8", (8, 3), 0, 0), TensorLayout(("m", "w"), "int8", (3,), None, 1))
+    with pytest.raises(IntegrityError, match="objects/x/layouts: several tensors at one path"):
+        Keeping(LayoutTable(8, {}, TABLE.meshes, TABLE.layouts, rows), where="objects/x/layouts")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from syckpt import (
+    FormatError,
     IntegrityError,
     JsonSerialization,
     LayoutInfo,
@@ -334,6 +335,23 @@ def test_nested_tensors_are_joined_by_dots_in_the_file_and_nested_where_they_are
     again = read(form, value)
     assert list(again) == ["net", "moments", 3]
     assert type(again["moments"][1]) is tuple
+
+
+def safetensors_file(dtype: str, shape: list[int], nbytes: int) -> bytes:
+    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(nbytes)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F8_E8M0", [2]), ("F4", [4])])
+def test_a_dtype_that_the_library_does_not_give_to_torch_is_a_format_error_that_names_it(dtype: str, shape: list[int]) -> None:
+    with pytest.raises(FormatError, match=f"^a safetensors file with {dtype}, which the package safetensors does not read for torch"):
+        SafetensorsSerialization().decode(safetensors_file(dtype, shape, 2))
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 20, safetensors_file("F32", [2], 8)[:-1], safetensors_file("Q7", [2], 8)])
+def test_what_is_no_safetensors_file_is_an_integrity_error(data: bytes) -> None:
+    with pytest.raises(IntegrityError, match=r"^not a safetensors file: "):
+        SafetensorsSerialization().decode(data)
 
 
 def test_ties_and_views_can_be_written() -> None:
