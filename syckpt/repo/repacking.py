@@ -256,16 +256,27 @@ def _rewrite(repository: Repository, rewrite: Rewrite) -> None:
         bases=(),
         rows=tuple(places.get(number) for number in range(len(table.rows))),
     )
+    new_key = locations_key(rewrite.commit, rewrite.rank, rewrite.revision)
     try:
-        documents.write(store, locations_key(rewrite.commit, rewrite.rank, rewrite.revision), newer.to_body())
+        documents.write(store, new_key, newer.to_body())
     except ConflictError:
         if made is not None:
             store.delete(made.key)
         raise ConflictError(f"{old_key}: another process has just repacked {rewrite.commit}") from None
+    try:
+        documents.read(store, new_key, kind="locations")
+    except IntegrityError:
+        # The disk has not written what it said: everybody would go by it, and the older revision is whole.
+        store.delete(new_key)
+        if made is not None:
+            store.delete(made.key)
+        raise
+    except NotFoundError:
+        _log.debug("%s: gone already", new_key)  # other processes have repacked the commit: noticed below
     newest = repository.read_locations(rewrite.commit, rewrite.rank)
     if newest.revision != rewrite.revision:
         # This process was stopped: others have used the number and removed it, so it could be made again, or went on from it meanwhile.
-        store.delete(locations_key(rewrite.commit, rewrite.rank, rewrite.revision))
+        store.delete(new_key)
         if made is not None and made.key not in {blob.key for blob in newest.blobs}:
             store.delete(made.key)
         raise ConflictError(f"{old_key}: other processes have repacked {rewrite.commit} meanwhile")
@@ -308,6 +319,8 @@ def _copy(repository: Repository, table: Locations, rewrite: Rewrite) -> tuple[B
         for number in rewrite.rows:
             digests[number] = _digest(repository, table.blobs[table.row(number).blob].key, table.row(number), into=sink)
         size = sink.close()
+    if store.get(key, length=header_nbytes) != head:
+        raise IntegrityError(f"{key}: its header reads back otherwise than it was written: the disk or its memory fails")
     for number, row in moved.items():
         # Nothing vouches for a row here but its own bytes, and the old ones are about to go.
         if _digest(repository, key, row) != digests[number]:
