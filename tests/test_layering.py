@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -214,24 +214,97 @@ def guarded_calls() -> set[ast.Call]:
     return found
 
 
+def full_names(tree: ast.AST) -> dict[str, str]:
+    """Return what each name that a module imports, anywhere, stands for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def runs_code(full: str) -> bool:
+    """Whether something of that full name may run what it reads, or what another process sends."""
+    first, _, last = full.rpartition(".")
+    base = full.split(".")[0]
+    return (
+        full
+        in {"__import__", "builtins.__import__", "eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "numpy.load"}
+        or base in PICKLES
+        or full.startswith(("torch.package", "torch.hub", "torch.jit.load", "torch.serialization"))
+        or (base == "torch" and last == "load")
+        or last.endswith(("_object_list", "gather_object", "_unpickle"))
+        or (last in {"Connection", "Pipe", "Queue"} and "multiprocessing" in first)
+    )
+
+
+def unsafe_in(tree: ast.AST, guarded: Set[ast.Call] = frozenset()) -> list[ast.AST]:
+    """Return whatever may run code from a checkpoint: calls, and names that somebody could call."""
+    names = full_names(tree)
+    wrong: list[ast.AST] = []
+    fine: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            wrong += [node] * any(runs_code(f"{module}.{alias.name}" if module else alias.name) for alias in node.names)
+        if not isinstance(node, ast.Call):
+            continue
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if node in guarded or (ast.unparse(node.func) == "torch.load" and said.get("weights_only") == "True"):
+            fine.add(node.func)
+            continue
+        if said.get("weights_only", "True") != "True" or said.get("allow_pickle", "False") != "False":
+            wrong.append(node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and node not in fine:
+            text = ast.unparse(node)
+            head, dot, rest = text.partition(".")
+            if runs_code(names.get(head, head) + dot + rest):
+                wrong.append(node)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=False)",
+        "import torch\nread = torch.load",
+        "from torch import load\nload(f)",
+        "from torch import load as read",
+        "from torch.serialization import load",
+        "import torch as t\nt.load(f, weights_only=True)",
+        "import torch\ntorch.jit.load(f)",
+        "import torch\ntorch.hub.load(f)",
+        "import torch.package",
+        "import torch.distributed as dist\ndist.broadcast_object_list(found)",
+        "from torch.distributed import all_gather_object",
+        "import numpy as np\nnp.load(f)",
+        "import numpy as np\nread(f, allow_pickle=True)",
+        "eval(text)",
+        "from builtins import exec",
+        "from multiprocessing.connection import Connection",
+    ],
+)
+def test_what_could_run_code_is_found_however_it_is_spelt(planted: str) -> None:
+    assert unsafe_in(ast.parse(planted)) != []
+
+
+def test_what_reads_tensors_only_is_not_taken_for_it() -> None:
+    assert unsafe_in(ast.parse("import torch\ntorch.load(f, weights_only=True)\nself.load(f)\nmodel.load_state_dict(s)")) == []
+
+
 def test_nothing_can_run_code_from_a_checkpoint() -> None:
     guarded = guarded_calls()
-    # A package's __init__ may import lazily by a table of its own: it never sees what is stored.
-    wrong = [f"{where(path, item)}: {item.module}" for path, _, item in each_import(of=PICKLES)]
+    wrong = [f"{where(path, node)}: {ast.unparse(node)}" for path in MODULES for node in unsafe_in(tree_of(path), guarded)]
     for path in MODULES:
         for node in ast.walk(tree_of(path)):
-            if not isinstance(node, ast.Call) or node in guarded:
-                continue
-            called = ast.unparse(node.func)
-            careful = any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
-            unsafe = called in {"__import__", "builtins.__import__", "eval", "exec"} or (called == "torch.load" and not careful)
-            unsafe |= called.rpartition(".")[2] == "import_module" and path.name != "__init__.py"
-            unsafe |= any(
-                (keyword.arg == "weights_only" and ast.unparse(keyword.value) != "True")
-                or (keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False")
-                for keyword in node.keywords
-            )
-            if unsafe:
+            # A package's __init__ may import lazily by a table of its own: it never sees what is stored.
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module" and path.name != "__init__.py":
                 wrong.append(f"{where(path, node)}: {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 

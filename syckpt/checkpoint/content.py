@@ -279,32 +279,27 @@ class Content:
         if near != wanted and not self._cover(near, wanted):
             plan(near, wanted, path=nodes.format_path(stored.path), reader=reader)
 
-    def merged(self, *, choose: int | None, partial: list[KeyPath] | None = None) -> tuple[dict[str, Node], list[str]]:
-        """Return the items as one structure, and the paths at which ranks differ: there rank `choose` is taken, with None all are kept.
-
-        Paths that only some ranks have are added to `partial`.
-        """
+    def merged(self, *, choose: int | None) -> tuple[dict[str, Node], list[str]]:
+        """Return the items as one structure, and the paths at which ranks differ: there rank `choose` is taken, with None all are kept."""
         if len(self.items) == 1:
             return dict(next(iter(self.items.values()))), []
         found: dict[str, Node] = {}
         differing: list[str] = []
         for name in sorted(self.names):
-            found[name], paths = self.merged_item(name, choose=choose, partial=partial)
+            found[name], paths = self.merged_item(name, choose=choose)
             differing += paths
         return found, differing
 
-    def merged_item(self, name: str, *, choose: int | None, partial: list[KeyPath] | None = None) -> tuple[Node, list[str]]:
+    def merged_item(self, name: str, *, choose: int | None) -> tuple[Node, list[str]]:
         """Do as `merged` for one item; with a rank to choose, out of one manifest of each group of ranks."""
         groups = self.groups(name)
         if choose is None and not (self.is_common(name) and not own_paths(self.items[groups[0][0]][name], self.local)):
             groups = [(rank,) for rank in sorted(rank for group in groups for rank in group)]
         ranks = [choose if choose is not None and choose in group else group[0] for group in groups]
         parts = {rank: self.items[rank][name] for rank in ranks}
-        if partial is not None and sum(map(len, groups)) < self._world_size:
-            partial.append((name,))
         node, paths = parts[ranks[0]], list[KeyPath]()
         if len(parts) > 1:
-            node, paths = merge(unite_groups(parts), choose=choose, path=(name,), partial=partial)
+            node, paths = merge(unite_groups(parts), choose=choose, path=(name,))
         for rank, group in zip(ranks, groups, strict=True):
             # One rank speaks for the group, but not with the tensors that each kept for itself.
             paths += [path for path in own_paths(parts[rank], self.local, (name,)) if len(group) > 1 and path not in paths]

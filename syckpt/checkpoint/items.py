@@ -287,6 +287,7 @@ class Items:
         item, spec = self._items[name], self.config.spec(name)
         resharder = spec.resharder
         done: Resharded | None = None
+        source.see_anew(name)
         if isinstance(item, torch.nn.Module):
             suit(source, name, partial(_template, item))
         elif is_stateful(item) and not isinstance(item, torch.optim.Optimizer):

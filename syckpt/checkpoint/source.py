@@ -60,6 +60,8 @@ class Source:
         self._bases: dict[str, Node] = {}
         """Items as this reader sees them, but for its windows."""
         self._items: dict[str, Node] = {}
+        self._shown: set[str] = set()
+        """Items that are seen in another way than at first."""
         self._windows: dict[str, Mapping[str, ShardingMetadata]] = {}
         # Whatever is wrong with the first manifest is told now.
         _ = self.content.items[self.rank if self.same_size else (self._choose or 0)]
@@ -137,8 +139,17 @@ class Source:
 
     def show(self, name: str, node: Node) -> None:
         """See an item in another way from here on."""
+        self._shown.add(name)
         self._bases[name] = node
         self._items.pop(name, None)
+
+    def see_anew(self, name: str) -> None:
+        """See an item as at first, whatever was shown for another target: but for its windows."""
+        if name in self._shown:
+            self._shown.discard(name)
+            del self._bases[name]
+            self._items.pop(name, None)
+            self._differing = [path for path in self._differing if path != name and not path.startswith(f"{name}/")]
 
     def take_rank(self, name: str, rank: int) -> None:
         """See an item as that rank saved it wherever ranks differ."""

@@ -17,6 +17,7 @@ __all__ = ["MAX_DOCUMENT_NBYTES", "MAX_SAFE_INT", "dumps", "loads", "loads_canon
 MAX_DOCUMENT_NBYTES = 256 << 20
 MAX_SAFE_INT = 2**53 - 1
 _MAX_DEPTH = 512
+_MAX_BRACKETS = 1 << 24  # each may be an object of 64 bytes and more; a manifest of a million tensors has a third of it
 
 # A value that contains itself ends in a RecursionError; looking for one at every container costs a seventh.
 _encode = json.JSONEncoder(ensure_ascii=True, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode
@@ -87,7 +88,10 @@ def _check_size(data: bytes) -> None:
     """Refuse what is too long or too deep, before parsing: the parser recurses, and a hostile file must not reach the end of the stack."""
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise ValueError(f"{len(data)} bytes are more than the {MAX_DOCUMENT_NBYTES} allowed")
-    if data.count(b"[") + data.count(b"{") <= _MAX_DEPTH:
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > _MAX_BRACKETS:
+        raise ValueError(f"{brackets} opening brackets are more than the {_MAX_BRACKETS} allowed")
+    if brackets <= _MAX_DEPTH:
         return
     # Escapes go first, then all but brackets and quotes; most quotes then stand beside their partner, which go in pairs. What is left
     # between two is text. As signed bytes, brackets are the steps of the depth.

@@ -32,19 +32,17 @@ def swap_tensors(node: Node, swap: Callable[[KeyPath, int], int], path: KeyPath 
     return node
 
 
-def merge(
-    parts: Mapping[int, Node], *, choose: int | None, path: KeyPath = (), partial: list[KeyPath] | None = None
-) -> tuple[Node, list[KeyPath]]:
+def merge(parts: Mapping[int, Node], *, choose: int | None, path: KeyPath = ()) -> tuple[Node, list[KeyPath]]:
     """Return the common node of what each rank saved, and the paths at which they differ.
 
     There, the node of rank `choose` is taken (the lowest rank's, if that one has none); with None all are kept, as a per-rank node.
-    Entries must be counted alike on all ranks (`renumber`). Paths that only some of the ranks have are added to `partial`.
+    Entries must be counted alike on all ranks (`renumber`).
     """
     differing: list[KeyPath] = []
-    return _merge(list(parts.items()), choose, path, differing, [] if partial is None else partial), differing
+    return _merge(list(parts.items()), choose, path, differing), differing
 
 
-def _merge(parts: list[tuple[int, Node]], choose: int | None, path: KeyPath, differing: list[KeyPath], partial: list[KeyPath]) -> Node:
+def _merge(parts: list[tuple[int, Node]], choose: int | None, path: KeyPath, differing: list[KeyPath]) -> Node:
     first = parts[0][1]
     # Compared as texts: to Python, 1, 1.0 and True are equal.
     if len({canonical.dumps(node) for _, node in parts}) == 1:
@@ -52,26 +50,23 @@ def _merge(parts: list[tuple[int, Node]], choose: int | None, path: KeyPath, dif
     kinds = {nodes.split(node)[0] for _, node in parts}
     kind = next(iter(kinds))
     if len(kinds) == 1 and kind in nodes.MAPPING_KINDS:
-        return {kind: _merge_pairs([(rank, node[kind]) for rank, node in parts], choose, path, differing, partial)}
+        return {kind: _merge_pairs([(rank, node[kind]) for rank, node in parts], choose, path, differing)}
     if len(kinds) == 1 and kind in ("list", "tuple") and len({len(node[kind]) for _, node in parts}) == 1:
         columns = zip(*([(rank, child) for child in node[kind]] for rank, node in parts), strict=True)
-        return {kind: [_merge(list(column), choose, (*path, index), differing, partial) for index, column in enumerate(columns)]}
+        return {kind: [_merge(list(column), choose, (*path, index), differing) for index, column in enumerate(columns)]}
     differing.append(path)
     if choose is None:
         return {nodes.PER_RANK: [[rank, node] for rank, node in parts]}
     return dict(parts).get(choose, first)
 
 
-def _merge_pairs(
-    parts: list[tuple[int, list[Any]]], choose: int | None, path: KeyPath, differing: list[KeyPath], partial: list[KeyPath]
-) -> list[Any]:
+def _merge_pairs(parts: list[tuple[int, list[Any]]], choose: int | None, path: KeyPath, differing: list[KeyPath]) -> list[Any]:
     """Unite pairs of key and value, in the order in which the ranks first have the keys."""
     united: dict[bytes, tuple[Node, list[tuple[int, Node]]]] = {}
     for rank, pairs in parts:
         for key, value in pairs:
             united.setdefault(canonical.dumps(key), (key, []))[1].append((rank, value))
-    partial += [(*path, nodes.node_key(key)) for key, values in united.values() if len(values) < len(parts)]
-    return [[key, _merge(values, choose, (*path, nodes.node_key(key)), differing, partial)] for key, values in united.values()]
+    return [[key, _merge(values, choose, (*path, nodes.node_key(key)), differing)] for key, values in united.values()]
 
 
 def own_paths(node: Node, local: Collection[int], path: KeyPath = ()) -> list[KeyPath]:

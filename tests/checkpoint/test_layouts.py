@@ -332,7 +332,7 @@ def share(*states: Any, path: str) -> list[Exception | None]:
 
     def run(rank: int) -> None:
         try:
-            same = {"same_schema": same_schema, "same_replicas": same_replicas}
+            same: dict[str, Any] = {"same_schema": same_schema, "same_replicas": same_replicas, "tellers": [] if same_schema else [0, 1]}
             sharing[rank].share(flats[rank], facts[rank], replicas[rank], own="<rng>", at="", **same)
         except StateError as exc:
             errors[rank] = exc  # type: ignore[call-overload]

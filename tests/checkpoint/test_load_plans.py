@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -124,11 +123,9 @@ def test_of_a_pipeline_one_manifest_a_stage_tells_the_structure_and_arithmetic_t
     tensors = stages(16, 3)
     simulated = simulate(tensors, world_size=RANKS)
     content = Content(Reader(simulated.repository), simulated.commit)
-    partial: list[Any] = []
-    node, differing = content.merged_item("model", choose=700, partial=partial)
+    node, differing = content.merged_item("model", choose=700)
     assert [key for key, _ in node["dict"]] == [*(f"s0.w{n}" for n in range(3)), "scale", *(t.path[1] for t in tensors[3:-1])]
     assert differing == []
-    assert sorted(partial) == sorted(tensor.path for tensor in tensors[:-1])
     assert simulated.reads == {"layouts": 1, "manifest": 16, "locations": 16}
     # Stage 10's first tensor, of which a rank of another job has 6 of 128 rows.
     (wanted,) = [entry for entry in content.entries if entry.path == ("model", "s10.w0")]

@@ -55,7 +55,7 @@ class Job:
         flat = flatten({"m": state})
         facts = sharing.facts(flat, "<rng>")
         replicas = sharing.replicas(flat, facts, "<rng>")
-        same = rank.agree("save", {"schema": facts.schema, "replicas": replicas.summary}, _sameness)
+        same = rank.agree("save", {"items": ["m"], "schema": facts.schema, "replicas": replicas.summary}, _sameness)
         return sharing.share(flat, facts, replicas, own="<rng>", at="", **same)
 
     def owners(self) -> dict[str, int]:

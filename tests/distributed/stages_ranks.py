@@ -194,9 +194,12 @@ def nobodys(at: Setting) -> dict[str, Any]:
         ckpt.model, _ = cut(HALVES[at.rank], seed=1)
         found["put right"] = told(lambda: ckpt.save(wait=True))
     with at.manager("whole", branch="moments") as ckpt:
-        model, _ = cut(HALVES[at.rank], seed=1)
+        model, optimizer = cut(HALVES[at.rank], seed=1)
         ckpt.model, ckpt.optimizer = model, torch.optim.AdamW([*model.parameters()][: 4 - at.rank])
         found["moments"] = told(ckpt.restore)
+        ckpt.unregister("optimizer")
+        ckpt.optimizer = optimizer
+        found["moments put right"] = [told(ckpt.restore), held(model, optimizer)]
     return found
 
 

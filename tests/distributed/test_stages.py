@@ -120,8 +120,8 @@ def test_what_one_process_or_every_rank_had_whole_goes_into_stages(jobs: Any, wh
         assert [note.partition(": ")[2].partition(" (")[0] for note in notes] == ["4 paths of the commit are not in it"]
 
 
-def test_what_no_rank_has_a_use_for_is_refused_by_the_next_call_in_which_ranks_agree(jobs: Any) -> None:
-    for each in jobs.found("on_two", "nobodys"):
+def test_what_no_rank_has_a_use_for_is_refused_by_the_next_call_in_which_ranks_agree(jobs: Any, whole: dict[str, Any]) -> None:
+    for rank, each in enumerate(jobs.found("on_two", "nobodys")):
         model = "2 unexpected in the commit, which no rank has a use for: model/l3.bias, model/l3.weight. "
         for call in ("restore", "save", "late"):
             assert each[call].startswith("StateError: ")
@@ -132,6 +132,7 @@ def test_what_no_rank_has_a_use_for_is_refused_by_the_next_call_in_which_ranks_a
         assert {"model/l3.bias", "model/l3.weight"} <= set(each["unexpected"])
         assert each["put right"] == ""
         assert "1 unexpected in the commit, which no rank has a use for: optimizer/state/model.l3.bias. " in each["moments"]
+        assert each["moments put right"] == ["", of(whole, HALVES[rank])]
 
 
 # -- names of items ----------------------------------------------------------------------------------------------------

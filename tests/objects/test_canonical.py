@@ -228,3 +228,8 @@ def test_hostile_documents_are_refused_quickly():
         with pytest.raises(IntegrityError):
             canonical.unseal(sealed(text), key="k", kind="test")
     assert time.process_time() - started < 5
+
+
+def test_a_small_document_that_unpacks_to_millions_of_lists_is_refused_before_any_is_made() -> None:
+    with pytest.raises(ValueError, match="16777217 opening brackets are more than the 16777216 allowed"):
+        canonical.loads_canonical(b"[" + b"[]," * (1 << 24) + b"0]")

@@ -25,18 +25,14 @@ def optimizer(*groups: tuple[float, list[Any]]) -> Any:
 
 @given(values, st.integers(1, 4))
 def test_what_all_ranks_have_alike_stays_as_it_is(value: Any, ranks: int) -> None:
-    partial: list[Any] = []
-    assert merge(dict.fromkeys(range(ranks), nodes.encode(value)), choose=None, partial=partial) == (nodes.encode(value), [])
-    assert partial == []
+    assert merge(dict.fromkeys(range(ranks), nodes.encode(value)), choose=None) == (nodes.encode(value), [])
 
 
-def test_keys_are_united_and_those_of_some_ranks_named() -> None:
+def test_keys_are_united() -> None:
     parts = {0: nodes.encode({"a": 1, "deep": {"x": 1}}), 1: nodes.encode({"a": 1, "b": 2, "deep": {}})}
-    partial: list[Any] = []
-    merged, differing = merge(parts, choose=1, path=("item",), partial=partial)
+    merged, differing = merge(parts, choose=1, path=("item",))
     assert nodes.decode(merged) == {"a": 1, "deep": {"x": 1}, "b": 2}
     assert differing == []
-    assert sorted(partial) == [("item", "b"), ("item", "deep", "x")]
 
 
 def test_groups_of_stages_become_one_and_other_hyper_parameters_stay_apart() -> None:
