@@ -230,8 +230,7 @@ def runs_code(full: str) -> bool:
     first, _, last = full.rpartition(".")
     base = full.split(".")[0]
     return (
-        full
-        in {"__import__", "builtins.__import__", "eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "numpy.load"}
+        full in {"__import__", "builtins.__import__", "eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "numpy.load"}
         or base in PICKLES
         or full.startswith(("torch.package", "torch.hub", "torch.jit.load", "torch.serialization"))
         or (base == "torch" and last == "load")

@@ -126,6 +126,8 @@ class Content:
         self.items: Mapping[int, dict[str, Node]] = _ByRank(self._world_size, self._items_of)
         """Each rank's own structure."""
         self.rng: Mapping[int, Node] = _ByRank(self._world_size, self._rng_of)
+        self.sent: Mapping[int, dict[str, list[str]]] = _ByRank(self._world_size, lambda rank: self._manifest(rank).sent)
+        """What of each item's tensors rank 0's replace before their next use, by what each rank knew."""
         self.sharding: Mapping[int, dict[str, list[Any]]] = _ByRank(self._world_size, lambda rank: self._manifest(rank).sharding)
         """What resharders declared on each rank, as it is stored."""
 

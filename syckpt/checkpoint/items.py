@@ -13,14 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from syckpt.checkpoint.loader import Fetch, LoadReport, read
 from syckpt.checkpoint.moments import Parameters, empty_state, filled_up, of_parameters, of_targets
-from syckpt.checkpoint.resharding import Resharded, prepare, settle
+from syckpt.checkpoint.resharding import Resharded, prepare, sent_buffers, settle
 from syckpt.checkpoint.source import Source
 from syckpt.checkpoint.specs import Config
 from syckpt.checkpoint.taking import names_in, suit, suit_parameters
 from syckpt.dataloader import StatefulSampler
 from syckpt.errors import StateError
 from syckpt.objects import ids
-from syckpt.objects.nodes import Node
+from syckpt.objects.nodes import Node, format_path
 from syckpt.reshard.resharder import is_custom
 from syckpt.state import optimizer as by_parameter
 from syckpt.state.flatten import is_sharded, refuse_tensor, tie_key
@@ -357,6 +357,11 @@ class Items:
         params = [param for group in item.param_groups for param in group["params"]]
         names = self._names_of(name, item, source)
         return of_parameters({(names[id(param)] if names else number): param for number, param in enumerate(params)})
+
+    def sent(self) -> dict[str, list[str]]:
+        """Return the buffers that DistributedDataParallel sends from rank 0, by item (`Manifest.sent`)."""
+        found = {name: [format_path((name, buffer)) for buffer in sorted(sent_buffers(module))] for name, module in self._modules().items()}
+        return {name: paths for name, paths in found.items() if paths}
 
     def templates(
         self, source: Source, into: Mapping[str, Any], notes: list[str], *, partial: Sequence[str] | None = None

@@ -107,7 +107,8 @@ def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, it
     """Decide what another number of ranks makes of values that each rank had for itself, unless a resharder did; return notes.
 
     Plain values are those of rank r modulo the old size. An object's state is not cut apart so: only its spec's `on_world_change` may say
-    what becomes of it, or, for buffers of a DistributedDataParallel that broadcasts them, that module itself. Raises: StateError.
+    what becomes of it, or, for buffers of a DistributedDataParallel that broadcasts them, that module
+    itself, in the run that saved them or in this one. Raises: StateError.
     """
     paths = [path for path in source.differing(name) if done is None or not done.handles(path)]
     policy = spec.on_world_change
@@ -119,7 +120,7 @@ def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, it
         rank = 0 if policy == "rank0" else source.rank % source.commit.world_size
         source.take_rank(name, rank)
         return [f"{what}; rank {rank}'s are taken (on_world_change={policy!r})"]
-    if policy is None and _broadcasts(item, name, paths):
+    if policy is None and _are_sent(source, item, name, paths):
         source.take_rank(name, 0)
         return [f"{what}; rank 0's are taken, as DistributedDataParallel does before its next forward"]
     raise StateError(
@@ -129,17 +130,25 @@ def settle(source: Source, name: str, spec: ItemSpec, done: Resharded | None, it
     )
 
 
-def _broadcasts(item: Any, name: str, paths: Sequence[str]) -> bool:
-    """Whether all paths are of buffers that a DistributedDataParallel broadcasts: the item, or one that it wraps or has as a part."""
-    if not isinstance(item, torch.nn.Module):
-        return False
-    sent: set[str] = set()
-    for prefix, module in item.named_modules():
+def sent_buffers(item: Any) -> list[str]:
+    """Return those buffers, named as in a module's state, that a DistributedDataParallel sends from rank 0 before each forward: it may be
+    the item, or one that it wraps or has as a part."""
+    found: list[str] = []
+    for prefix, module in item.named_modules() if isinstance(item, torch.nn.Module) else ():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
             buffers = [buffer for buffer, _ in module.module.named_buffers() if buffer not in module.parameters_to_ignore]
-            sent |= {unwrapped(f"{prefix}.{buffer}".lstrip(".")) for buffer in buffers}
-    # The run that saved it may have had other wrappers.
-    return {unwrapped(path.removeprefix(f"{format_path((name,))}/")) for path in paths} <= sent
+            found += [f"{prefix}.module.{buffer}".lstrip(".") for buffer in buffers]
+    return found
+
+
+def _are_sent(source: Source, item: Any, name: str, paths: Sequence[str]) -> bool:
+    """Whether rank 0's values replace all of these before their next use: in the run that saved them, or in this one."""
+    here = {unwrapped(buffer) for buffer in sent_buffers(item)}
+    # The two runs may have other wrappers.
+    return (
+        set(paths) <= set(source.content.sent[0].get(name, ()))
+        or {unwrapped(path.removeprefix(f"{format_path((name,))}/")) for path in paths} <= here
+    )
 
 
 def _some(paths: Sequence[str]) -> str:

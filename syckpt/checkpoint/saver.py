@@ -161,14 +161,16 @@ class Saver:
         started: float,
         layouts: dict[str, Any] | None = None,
         sharding: dict[str, Any] | None = None,
+        sent: dict[str, list[str]] | None = None,
         table: dict[str, Any] | None = None,
         afresh: bool = False,
     ) -> PendingCommit:
         """Copy the parts into a slot and hand them to the writer; on return the caller may change its tensors.
 
         `items` and `rng` are the structure around the parts, whose entries it counts; `layouts` is how items are shown (`Config.layouts`),
-        `sharding` what resharders declared of them (`Declared.rows`). `table` is who stores what (`Sharing.table`), for rank 0's writer:
-        sent when it is another object than the last one. `afresh`: the writer points to no bytes that are there already (`Packer.pack`).
+        `sharding` what resharders declared of them (`Declared.rows`), `sent` what of them is rank 0's in truth (`Manifest.sent`).
+        `table` is who stores what (`Sharing.table`), for rank 0's writer: sent when it is another object than the last one. `afresh`: the
+        writer points to no bytes that are there already (`Packer.pack`).
 
         `after()` is the save, or commit, that this one is to follow.
         `started` is when the caller's `save()` began (`time.perf_counter()`): the stall is counted from there.
@@ -202,6 +204,7 @@ class Saver:
                 "rng": rng,
                 "layouts": layouts or {},
                 "sharding": sharding or {},
+                "sent": sent or {},
                 "has_table": table is not None,
                 "afresh": afresh,
                 "meta": meta,

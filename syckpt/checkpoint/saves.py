@@ -235,6 +235,7 @@ class Saves:
             parts,
             items=capture.flat.nodes,
             sharding=capture.declared.rows,
+            sent=self._items.sent() if self._several and request.payload is None else None,
             rng=capture.rng,
             layouts=capture.layouts,
             table=self._sharing.table if self._coordinator.rank == 0 else None,

@@ -346,7 +346,7 @@ class _Writer:
             for path, dtype, shape, box, offset, local in zip(*columns, strict=True)
         ]
         memory = memoryview(self._slots[message["slot"]]) if any(s.offset is not None for s in staged) else memoryview(b"")
-        facts = {name: message[name] for name in ("items", "rng", "layouts", "sharding", "trainable", "afresh")}
+        facts = {name: message[name] for name in ("items", "rng", "layouts", "sharding", "sent", "trainable", "afresh")}
         return self._packer.pack(message["id"], parent=parent, staged=staged, memory=memory, **facts)
 
     def _parent(self, after: str | None) -> Commit | None:

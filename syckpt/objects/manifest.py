@@ -109,6 +109,8 @@ class Manifest:
     """Of items that are shown as a file of their own choice: `[file path, format, the format's configuration]`."""
     sharding: dict[str, Any] = field(default_factory=dict, hash=False)
     """What resharders declared on this rank, by item: `[path, shape, dtype, boxes, extra]` a tensor or value."""
+    sent: dict[str, list[str]] = field(default_factory=dict, hash=False)
+    """By item, the paths, as texts, of tensors that rank 0's replace before their next use."""
 
     def distinct(self) -> list[bytes]:
         """Addresses in order of first appearance; `Locations.at` is aligned with it."""
@@ -142,6 +144,7 @@ class Manifest:
             "rng": self.rng,
             **({"layouts": self.layouts} if self.layouts else {}),
             **({"sharding": self.sharding} if self.sharding else {}),
+            **({"sent": self.sent} if self.sent else {}),
         }
 
     @staticmethod
@@ -166,6 +169,7 @@ class Manifest:
             local=frozenset(local),
             layouts=_layouts(fields, body.get("layouts", {})),
             sharding=_sharding(fields, body.get("sharding", {})),
+            sent=_sent(fields, body.get("sent", {})),
         )
         if alike is not None and not known:
             alike.learn(body, entries)
@@ -212,6 +216,16 @@ def _sharding(fields: Fields, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(map(good, value.values())):
         fields.fail("'sharding' is not one of items to lists of [path, shape, dtype, boxes, extra]")
     found: dict[str, Any] = value
+    return found
+
+
+def _sent(fields: Fields, value: Any) -> dict[str, list[str]]:
+    def good(paths: Any) -> bool:
+        return isinstance(paths, list) and all(isinstance(path, str) for path in paths) and paths == sorted(set(paths))
+
+    if not isinstance(value, dict) or not all(map(good, value.values())):
+        fields.fail("'sent' is not one of items to sorted lists of paths")
+    found: dict[str, list[str]] = value
     return found
 
 

@@ -131,6 +131,7 @@ class Packer:
         rng: Any,
         layouts: dict[str, Any] | None = None,
         sharding: dict[str, Any] | None = None,
+        sent: dict[str, list[str]] | None = None,
         trainable: Sequence[int] = (),
         afresh: bool = False,
     ) -> Packed:
@@ -184,7 +185,7 @@ class Packer:
         written = time.perf_counter()
 
         local = frozenset(index for index, s in enumerate(staged) if s.local)
-        manifest = Manifest(self._rank, self._world_size, entries, items, rng, local, layouts or {}, sharding or {})
+        manifest = Manifest(self._rank, self._world_size, entries, items, rng, local, layouts or {}, sharding or {}, sent or {})
         seal = documents.write(self._store, manifest_key(commit, self._rank), manifest.to_body())
         locations = table.finish(manifest, seal, blob, fresh)
         documents.write(self._store, locations_key(commit, self._rank, 1), locations.to_body())

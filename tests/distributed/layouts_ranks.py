@@ -247,6 +247,11 @@ def diverged(root: str, rank: int) -> dict[str, Any]:
     with manager(root, auto_resume=False) as ckpt:
         ckpt.model = nn.ModuleDict({"part": model, "other": nn.Linear(2, 2)})
         ckpt.save("parts", wait=True)
+    alone = DistributedDataParallel(norm(rank), broadcast_buffers=False)
+    with manager(root, auto_resume=False) as ckpt:
+        ckpt.model = alone
+        alone.module[1].running_mean.fill_(float(rank))
+        ckpt.save("alone", wait=True)
     model = DistributedDataParallel(norm(9))
     with manager(root, branch="again", base="run") as ckpt:
         ckpt.model = model
@@ -278,19 +283,24 @@ def diverged_on_two(root: str, rank: int) -> dict[str, Any]:
     with manager(root, branch="two-compiled", base="run") as ckpt:
         ckpt.model = compiled
         found["compiled"] = [compiled.module[1].running_mean.tolist(), [note for note in ckpt.last_report.notes if "differed" in note]]
+    plain = nn.ModuleDict({"module": norm(9)})
+    with manager(root, branch="two-unwrapped", base="run") as ckpt:
+        ckpt.model = plain
+        found["unwrapped"] = plain["module"][1].running_mean.tolist()
     silent = DistributedDataParallel(norm(9), broadcast_buffers=False)
-    with manager(root, branch="two-silent", base="run") as ckpt:
+    with manager(root, branch="two-silent", base="alone") as ckpt:
         found["silent"] = outcome(lambda: ckpt.register("model", silent))
     ignoring = norm(9)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.running_mean"])
-    with manager(root, branch="two-ignoring", base="run") as ckpt:
+    with manager(root, branch="two-ignoring", base="alone") as ckpt:
         found["ignored"] = outcome(lambda: ckpt.register("model", DistributedDataParallel(ignoring)))
     part = nn.ModuleDict({"part": DistributedDataParallel(norm(9)), "other": nn.Linear(2, 2)})
     with manager(root, branch="two-part", base="parts") as ckpt:
         ckpt.model = part
         found["part"] = part["part"].module[1].running_mean.tolist()
-    with manager(root, branch="two-plain", base="run") as ckpt:
+    with manager(root, branch="two-plain", base="alone") as ckpt:
         found["plain"] = outcome(lambda: ckpt.register("model", nn.ModuleDict({"module": norm(9)})))
+    with manager(root, branch="two-unsaid", base="run") as ckpt:
         found["unsaid"] = outcome(lambda: ckpt.register("own", Own(None)))
     with manager(
         root, CheckpointManager.Config(items={"note": ItemSpec(on_world_change="raise")}), auto_resume=False, branch="two"

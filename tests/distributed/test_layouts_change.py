@@ -107,6 +107,7 @@ def test_diverged_replicas_are_kept_by_rank_and_settled_by_policy_on_another_num
             f"model: 1 {said} (model/module.1.running_mean); rank 0's are taken, as DistributedDataParallel does before its next forward"
         )
         assert each["compiled"] == [[0.0] * 3, [model]]
+        assert each["unwrapped"] == [0.0] * 3
         assert each["part"] == [0.0] * 3
         assert each["notes"] == [
             model,
@@ -124,6 +125,18 @@ def test_diverged_replicas_are_kept_by_rank_and_settled_by_policy_on_another_num
             assert each[name][0] == "StateError", name
             assert path in each[name][1]
             assert "on_world_change" in each[name][1]
+
+
+def test_a_plain_process_goes_on_with_rank_0s_buffers_of_a_ddp_run(ran: dict[str, Any]) -> None:
+    script = load_script()
+    model = script.norm(9)
+    with script.manager(f"{ran['folder']}/d", branch="at-home", base="run") as ckpt:
+        ckpt.model = model
+        assert model[1].running_mean.tolist() == [0.0] * 3
+        (note,) = [note for note in ckpt.last_report.notes if "differed" in note]
+        assert note.startswith(
+            "model: 1 value differed between the 4 ranks that saved it (model/module.1.running_mean); rank 0's are taken"
+        )
 
 
 def test_replicas_are_compared_by_all_of_their_bytes_on_request(ran: dict[str, Any]) -> None:

@@ -400,3 +400,19 @@ def test_what_one_item_has_more_does_not_change_another_item_behind_it() -> None
     assert of_rank(1, own, *entries, items=items).structures()["m"] == mine
     items["m"] = {"list": [{"tensor": 2}, {"tensor": 1}]}
     assert of_rank(1, own, *entries, items=items).structures()["m"] != mine
+
+
+# --- broadcast buffers -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_from_rank_0_comes_back_and_only_if_there_is_any() -> None:
+    made = of_rank(0, part("a", None), part("b", None), sent={"m": ["m/a", "m/b"]})
+    assert made.to_body()["sent"] == {"m": ["m/a", "m/b"]}
+    assert Manifest.from_body(made.to_body(), where="m") == made
+    assert "sent" not in of_rank(0, part("a", None), part("b", None)).to_body()
+
+
+@pytest.mark.parametrize("sent", [[], {"m": "m/a"}, {"m": [1]}, {"m": ["m/b", "m/a"]}, {"m": ["m/a", "m/a"]}])
+def test_malformed_paths_of_what_is_sent_are_damage(sent: Any) -> None:
+    with pytest.raises(IntegrityError, match="'sent' is not"):
+        Manifest.from_body(body_with(sent=sent), where="m")
