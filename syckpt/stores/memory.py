@@ -24,7 +24,8 @@ class MemoryStore:
         self.before_mutation = before_mutation
         self._values: dict[str, bytes] = {}
         self._written: dict[str, float] = {}
-        self._lock = threading.Lock()
+        # Also for a mere copy of the keys: a garbage collection in the middle lets other threads run.
+        self._lock = threading.RLock()
 
     def get(self, key: str, *, offset: int = 0, length: int | None = None, limit: int | None = None) -> bytes:
         check_key(key)
@@ -53,8 +54,9 @@ class MemoryStore:
     def replace(self, key: str, data: Buffer) -> None:
         check_key(key)
         self._mutate("replace", key)
-        self._values[key] = flat(data).tobytes()
-        self._written[key] = time.time()
+        with self._lock:
+            self._values[key] = flat(data).tobytes()
+            self._written[key] = time.time()
 
     def sink(self, key: str) -> _MemorySink:
         check_key(key)
@@ -62,12 +64,15 @@ class MemoryStore:
 
     def list(self, prefix: str = "", *, deep: bool = True) -> list[str]:
         start = check_prefix(prefix)
-        return sorted(key for key in tuple(self._values) if key.startswith(start) and (deep or "/" not in key[len(start) :]))
+        with self._lock:
+            keys = tuple(self._values)
+        return sorted(key for key in keys if key.startswith(start) and (deep or "/" not in key[len(start) :]))
 
     def delete(self, key: str) -> None:
         check_key(key)
         self._mutate("unlink", key)
-        self._values.pop(key, None)
+        with self._lock:
+            self._values.pop(key, None)
 
     def staging(self) -> dict[str, int]:
         return {}

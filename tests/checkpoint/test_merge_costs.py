@@ -107,7 +107,7 @@ class Job:
         meta |= {"created_ns": "0", "writer": "test"}
         columns = {"path": [["model", "x"]], "dtype": ["float32"], "shape": [[64]], "box": [None], "offset": [0], "local": [False]}
         message = {"op": "save", "id": ID, "slot": 0, "after": None, "tensors": columns, "items": {"model": {"tensor": 0}}, "meta": meta}
-        message |= {"trainable": [], "rng": None, "layouts": {}, "sharding": {}, "has_table": True}
+        message |= {"trainable": [], "rng": None, "layouts": {}, "sharding": {}, "sent": {}, "has_table": True, "afresh": False}
         self.store.calls.clear()
         made.handle(writer._Mail(message, None))
         return next(event for event in channel.events if event["event"] in ("published", "failed"))
