@@ -211,7 +211,8 @@ class Member:
             times.append(time.process_time())
             replicas = self.sharing.replicas(flat, facts, "<rng>")
             times.append(time.process_time())
-            parts = self.sharing.share(flat, facts, replicas, own="<rng>", same_schema=same, same_replicas=same, at="")
+            how: dict[str, Any] = {"same_schema": same, "same_replicas": same, "tellers": [] if same else [rank]}
+            parts = self.sharing.share(flat, facts, replicas, own="<rng>", at="", **how)
             times.append(time.process_time())
         if label is not None:
             stored = sum(part.array is not None for part in parts)
@@ -252,7 +253,7 @@ def whether(saved: str, ranks: int, facts: Facts, replicas: Replicas) -> None:
     """Measure the round that every save has."""
     hyper = HyperConfig()
     mine = {"step": 1, "busy": False, "schema": facts.schema, "replicas": replicas.summary, "names": [None], "config": hyper.hash()}
-    mine |= {"layouts": {"model": ["model", "tree"]}, "failed": {}}
+    mine |= {"layouts": {"model": ["model", "tree"]}, "failed": {}, "items": ["model"], "left": [], "damage": False}
     saves: Any = SimpleNamespace(_when_busy="wait", _check_names=lambda *_, **__: None, _sequence=1, _run="run")
     saves._saver = SimpleNamespace(hold=Hold("main", "run", 1, 1, None), pending=())
     saves._repository = SimpleNamespace(id="0" * 32)
@@ -266,8 +267,12 @@ def pipeline(saved: str, ranks: int, count: int) -> dict[str, Any]:
     verdict: dict[str, Any] = {}
     label = ""
 
+    def tells(rank: int) -> dict[str, Any]:
+        stage = rank * STAGES // ranks
+        return told[stage] if rank == stage * ranks // STAGES else {**told[stage], "structure": None}
+
     def lead(topic: str, mine: dict[str, Any], decide: Any) -> dict[str, Any]:
-        verdict.update(gathered(topic, lambda rank: told[rank * STAGES // ranks], decide, ranks, f"{saved}, {label}"))
+        verdict.update(gathered(topic, tells, decide, ranks, f"{saved}, {label}"))
         return verdict
 
     table: dict[str, Any] = {}
@@ -412,7 +417,8 @@ class Merge:
         }
         items = {"model": {"dict": [[path[1], {"tensor": index}] for index, path in enumerate(paths)]}, "loader": 1, "optimizer": 2}
         message = {"op": "save", "id": commit, "slot": 0, "after": self.made[-1] if self.made else None, "tensors": tensors, "items": items}
-        message |= {"trainable": [], "rng": None, "layouts": {}, "sharding": {}, "has_table": True, "meta": meta}
+        message |= {"trainable": [], "rng": None, "layouts": {}, "sharding": {}, "sent": {}, "has_table": True, "afresh": False}
+        message["meta"] = meta
         self.channel.events.clear()
         self.writer.handle(writer._Mail(message, None))
         told = next(event for event in map(json.loads, self.channel.events) if event["event"] in ("published", "failed"))
