@@ -206,6 +206,14 @@ def _dataclass_fields(value: Any, path: KeyPath) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names]
 
 
+_MOST_ALIKE = 100
+
+
+def _are_too_alike(keys: Iterable[Any]) -> bool:
+    """Whether so many have one hash that a dict or set of them would take quadratic time: by chance, a few have. Raises: TypeError."""
+    return max(Counter(map(hash, keys)).values(), default=0) > _MOST_ALIKE
+
+
 class _Encoder:
     """One run of `encode`. `depth` counts values, `nesting` JSON brackets; `_open` holds the containers above."""
 
@@ -313,7 +321,8 @@ class _Encoder:
         if not any(isinstance(node, dict) for node in nodes):
             return
         try:
-            distinct = len({decode(node) for node in nodes}) == len(nodes)
+            decoded = [decode(node) for node in nodes]
+            distinct = not _are_too_alike(decoded) and len(set(decoded)) == len(nodes)
         except TypeError:
             distinct = False
         if not distinct:
@@ -488,7 +497,10 @@ class _Decoder:
 
     def members(self, payload: Any, kind: str) -> frozenset[Any]:
         try:
-            found = frozenset([self.complete(node) for node in _list_of(payload, kind)])
+            values = [self.complete(node) for node in _list_of(payload, kind)]
+            if _are_too_alike(values):
+                raise _malformed(kind, payload)
+            found = frozenset(values)
         except TypeError as exc:
             raise _malformed(kind, payload) from exc
         if len(found) != len(payload):
@@ -496,15 +508,17 @@ class _Decoder:
         return found
 
     def pairs(self, payload: Any, kind: str) -> dict[Any, Any]:
-        found = {}
+        keys, values = [], []
         for pair in _list_of(payload, kind):
             key_node, node = _list_of(pair, kind, 2)
-            key = key_node if type(key_node) is str else self.complete(key_node)
-            value = self.value(node)
-            try:
-                found[key] = value
-            except TypeError as exc:
-                raise _malformed(kind, pair) from exc
+            keys.append(key_node if type(key_node) is str else self.complete(key_node))
+            values.append(self.value(node))
+        try:
+            if _are_too_alike(keys):
+                raise _malformed(kind, payload)
+            found = dict(zip(keys, values, strict=True))
+        except TypeError as exc:
+            raise _malformed(kind, payload) from exc
         if len(found) != len(payload):
             raise _malformed(kind, payload)
         return found

@@ -571,3 +571,14 @@ def test_an_integer_of_absurd_length_is_refused_at_the_save_and_when_read():
     with pytest.raises(IntegrityError, match="malformed node int"):
         nodes.decode({"int": "9" * 10_001})
     assert nodes.decode({"int": "9" * 9_000}) == 10**9000 - 1
+
+
+def test_keys_that_all_hash_alike_are_refused_before_a_dict_of_them_takes_hours() -> None:
+    alike = [(number << 61) - number for number in range(1, 200_001)]  # multiples of 2^61 - 1, the modulus of Python's hash
+    told = [{"int": str(value)} for value in alike]
+    for node in ({"set": told}, {"dict": [[key, 1] for key in told]}, {"dict": [[{"tuple": [key]}, 1] for key in told]}):
+        with pytest.raises(IntegrityError, match="malformed node"):
+            nodes.decode(node)
+    with pytest.raises(StateError):
+        nodes.encode(dict.fromkeys(alike[:101]))
+    assert nodes.decode(nodes.encode(dict.fromkeys(alike[:100]))) == dict.fromkeys(alike[:100])
